@@ -1,0 +1,117 @@
+"""The special token ids of a Hugging Face directory, and what its tokenizer adds to a text."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from bitmtp_tvm.checkpoint.jsonfile import read_optional_json
+from bitmtp_tvm.errors import BitMTPError
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """See the fields of the same names in `Checkpoint`."""
+
+    tokenizer: Path | None
+    add_bos: bool
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def read_token_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> TokenIds:
+    """Ids from config.json (`config`), generation_config.json and the two tokenizer files.
+
+    End tokens are the union of all: chat checkpoints name theirs in only one of the files. Raises
+    BitMTPError for an id outside the `vocab_size` rows and for a tokenizer that does not load.
+    """
+    sources = {
+        directory / "config.json": config,
+        directory / "generation_config.json": read_optional_json(
+            directory / "generation_config.json"
+        ),
+    }
+    eos: list[int] = []
+    bos: int | None = None
+    for path, values in sources.items():
+        eos += _ids(path, values, "eos_token_id", vocab_size)
+        found = _ids(path, values, "bos_token_id", vocab_size)
+        bos = found[0] if bos is None and found else bos
+    path = directory / "tokenizer.json"
+    if not path.exists():
+        return TokenIds(None, False, bos, tuple(dict.fromkeys(eos)))
+    tokenizer = _load_tokenizer(path, vocab_size)
+    options_path = directory / "tokenizer_config.json"
+    options = read_optional_json(options_path)
+    eos += _named_end(options_path, options, tokenizer)
+    add_bos = _adds_bos(path, tokenizer, options if options_path.exists() else None, bos)
+    return TokenIds(path, add_bos, bos, tuple(dict.fromkeys(eos)))
+
+
+def _ids(path: Path, values: dict[str, Any], key: str, vocab_size: int) -> list[int]:
+    value = values.get(key)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise BitMTPError(
+                f"{path}: {key} is {token!r}, outside the {vocab_size} rows of the vocabulary"
+            )
+    return ids
+
+
+def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    # The library raises plain Exception for every fault of the file.
+    except Exception as fault:
+        raise BitMTPError(f"{path} is not a tokenizer: {fault}") from fault
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    token = max(vocabulary, key=vocabulary.__getitem__, default=None)
+    if token is None:
+        raise BitMTPError(f"{path} has an empty vocabulary")
+    if vocabulary[token] >= vocab_size:
+        raise BitMTPError(
+            f"{path}: token {token!r} has id {vocabulary[token]}, outside the {vocab_size} rows of "
+            "the vocabulary"
+        )
+    return tokenizer
+
+
+def _named_end(path: Path, options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+    """The id of `eos_token` in tokenizer_config.json: the end of a turn in chat checkpoints."""
+    token = options.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    if token is None:
+        return []
+    found = tokenizer.token_to_id(token) if isinstance(token, str) else None
+    if found is None:
+        raise BitMTPError(f"{path}: eos_token {token!r} is not in tokenizer.json")
+    return [found]
+
+
+def _adds_bos(
+    path: Path, tokenizer: Tokenizer, options: dict[str, Any] | None, bos: int | None
+) -> bool:
+    """Whether a prompt begins with the bos: `add_bos_token`, else the post-processor.
+
+    With neither tokenizer_config.json (`options` None) nor post-processor nothing speaks against
+    it, and a checkpoint that names a bos was trained with it.
+    """
+    added = tokenizer.encode("", add_special_tokens=True).ids
+    if added and added != [bos]:
+        raise BitMTPError(
+            f"{path}: its post-processor adds the ids {added} to a text; only the bos, {bos}, is "
+            "supported"
+        )
+    if options is None:
+        return bos is not None
+    wanted = options.get("add_bos_token")
+    if wanted is None:
+        return bool(added)
+    if wanted and bos is None:
+        raise BitMTPError(
+            f"{path.parent} sets add_bos_token in tokenizer_config.json, but names no bos_token_id"
+        )
+    return bool(wanted)

@@ -1,0 +1,214 @@
+"""`python -m bitmtp_tvm.generate`: continue prompts with a compiled model."""
+
+import argparse
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from bitmtp_tvm.cli import run
+from bitmtp_tvm.demo import demo_artifact
+from bitmtp_tvm.errors import BitMTPError, UsageError
+
+if TYPE_CHECKING:
+    from bitmtp_tvm.engine import Engine, Generation, Progress
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """One run of the command; exactly one of `prompt`, `prompts` and `prompt_ids` is given."""
+
+    artifact: Path | None = None
+    prompt: str | None = None
+    prompts: Path | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    max_new_tokens: int = 128
+    json: bool = False
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`source` says in messages where the prompt stands, when there are several."""
+
+    content: str | tuple[int, ...]
+    source: str = ""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, generate, return the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m bitmtp_tvm.generate",
+        description="Continue prompts with a compiled model, greedily.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--artifact",
+        type=Path,
+        metavar="DIR",
+        help="a compiled model; without it the demo, compiled for this machine on first use",
+    )
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    prompt.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="several texts: one JSON string a line"
+    )
+    prompt.add_argument(
+        "--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids; prints token ids"
+    )
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="at most N (default 128)"
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one object a prompt: text, token_ids, finish_reason, stats",
+    )
+    parser.add_argument("--verbose", action="store_true", help="show tracebacks")
+    options = GenerateOptions(**vars(parser.parse_args(argv)))
+    return run(lambda: generate(options), options.verbose)
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def token_ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of token ids such as 1,2,3"
+        ) from None
+
+
+def generate(options: GenerateOptions) -> None:
+    """Answer the prompts on stdout; every prompt is checked before the first is answered."""
+    prompts = read_prompts(options)
+    engine = open_engine(options)
+    requests = [encode(engine, prompt) for prompt in prompts]
+    write = writer(options)
+    for ids in requests:
+        write(engine.generate(ids, max_new_tokens=options.max_new_tokens))
+
+
+def read_prompts(options: GenerateOptions) -> list[Prompt]:
+    if options.prompts is not None:
+        return read_prompt_file(options.prompts)
+    content = options.prompt_ids if options.prompt is None else options.prompt
+    if content is None:
+        raise UsageError("no prompt: give one of --prompt, --prompts and --prompt-ids")
+    return [Prompt(content)]
+
+
+def read_prompt_file(path: Path) -> list[Prompt]:
+    """The prompts of a file with one JSON string a line; empty lines are skipped."""
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as fault:
+        raise BitMTPError(f"{path} cannot be read: {fault.strerror}") from fault
+    prompts = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            content = json.loads(line.decode("utf-8"))
+        except (ValueError, RecursionError):
+            content = None
+        if not isinstance(content, str):
+            raise BitMTPError(
+                f'{path}, line {number}: not a JSON string; write each prompt as "…" on its line'
+            )
+        prompts.append(Prompt(content, f"{path}, line {number}: "))
+    if not prompts:
+        raise BitMTPError(f"{path} has no prompts: write one JSON string a line")
+    return prompts
+
+
+def open_engine(options: GenerateOptions) -> "Engine":
+    from bitmtp_tvm.engine import Engine
+
+    if options.artifact is not None:
+        with progress_bar() as progress:
+            return Engine(options.artifact, progress)
+    directory = demo_artifact(options.verbose)
+    try:
+        with progress_bar() as progress:
+            return Engine(directory, progress)
+    except BitMTPError as fault:
+        hint = f"the demo is in {directory}: remove it to have it compiled again"
+        raise BitMTPError(f"{fault} ({hint})") from fault
+
+
+@contextmanager
+def progress_bar() -> Iterator["Progress"]:
+    """A bar on stderr while a model loads, for a person only, gone when it is done."""
+    hidden = None if sys.stderr else True  # None: shown on a terminal only
+    with tqdm(unit="B", unit_scale=True, leave=False, disable=hidden, file=sys.stderr) as bar:
+
+        def progress(phase: str, done: int, total: int) -> None:
+            bar.set_description(phase, refresh=False)
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
+
+
+def encode(engine: "Engine", prompt: Prompt) -> list[int]:
+    try:
+        return engine.encode(prompt.content)
+    except UsageError as fault:
+        raise UsageError(f"{prompt.source}{fault}") from fault
+
+
+def writer(options: GenerateOptions) -> Callable[["Generation"], None]:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A terminal that cannot show a character gets a question mark, not the end of the answer.
+        sys.stdout.reconfigure(errors="replace")
+    if options.json:
+        return write_json
+    return write_text if options.prompt_ids is None else write_ids
+
+
+def write_json(generation: "Generation") -> None:
+    # Plain ASCII: no character of the text can be taken for the end of a line.
+    print(json.dumps(generation.result().to_dict()), flush=True)
+
+
+def write_text(generation: "Generation") -> None:
+    try:
+        for piece in generation:
+            print(piece, end="", flush=True)
+    finally:
+        print(flush=True)
+    print_summary(generation)
+
+
+def write_ids(generation: "Generation") -> None:
+    try:
+        for place, token in enumerate(generation.tokens()):
+            print(f",{token}" if place else token, end="", flush=True)
+    finally:
+        print(flush=True)
+    print_summary(generation)
+
+
+def print_summary(generation: "Generation") -> None:
+    stats = generation.stats
+    print(
+        f"tokens: {stats.prompt_tokens} prompt, {stats.new_tokens} new; "
+        f"{stats.tokens_per_second:.1f} tokens per second; finish: {generation.finish_reason}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,372 @@
+"""The operations of low-bit models as TensorIR: what is computed, for any width, in plain loops.
+
+Each builder returns a private PrimFunc over a symbolic `width` (rows of one step), inputs first, results
+last. It carries its name in the attribute `bitmtp.op` and its settings in further `bitmtp.*` attributes;
+these and the order of the buffers are all that a schedule rule may rely on. The loops say what is meant
+and serve as the slow reference of the rules: no target runs them as they stand.
+
+Floating-point sums are plain reductions here. A rule chooses one tree for them per target, the same at
+every width, so that a row's result does not depend on the bucket that it ran in.
+"""
+
+from collections.abc import Sequence
+
+from tvm import te, tirx
+from tvm.script import tirx as T
+
+from relax_models.formats import locate, packed_dtype, packed_shape, padded_k
+
+NEG_INF = -3.0e38
+"""Score of a slot that a row does not see: finite, so that the difference of two of them is no NaN."""
+
+MAX_VISIBLE = 64
+"""Rows that one `visible` mask can speak of; wider steps are prefill and plainly causal."""
+
+
+def _stamped(tensors: Sequence[te.Tensor], op: str, **settings) -> tirx.PrimFunc:
+    return _stamp(te.create_prim_func(list(tensors)).without_attr("global_symbol"), op, **settings)
+
+
+def _stamp(func: tirx.PrimFunc, op: str, **settings) -> tirx.PrimFunc:
+    named = {f"bitmtp.{name}": value for name, value in settings.items()}
+    return func.with_attr({"bitmtp.op": op, "tirx.noalias": True, **named})
+
+
+def _width() -> tirx.Var:
+    return tirx.Var("width", "int64")
+
+
+def _from_bf16(bits: tirx.Expr) -> tirx.Expr:
+    return tirx.reinterpret("float32", tirx.shift_left(bits.astype("uint32"), tirx.const(16, "uint32")))
+
+
+def _sum(shape: Sequence, extent, body, name: str) -> te.Tensor:
+    axis = te.reduce_axis((0, extent), "k")
+    return te.compute(shape, lambda *i: te.sum(body(*i, axis), axis=axis), name)
+
+
+def embed(vocab_size: int, hidden_size: int) -> tirx.PrimFunc:
+    """Rows of the embedding table; the host has checked the ids.
+
+    tokens `(width,)` int32, table `(vocab_size, hidden_size)` uint16 (bfloat16 bits) ->
+    hidden `(width, hidden_size)` float32.
+    """
+    width = _width()
+    tokens = te.placeholder((width,), "int32", "tokens")
+    table = te.placeholder((vocab_size, hidden_size), "uint16", "table")
+    hidden = te.compute(
+        (width, hidden_size), lambda i, k: _from_bf16(table[tokens[i], k]), "hidden"
+    )
+    return _stamped([tokens, table, hidden], "embed")
+
+
+def _rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
+    rows, size = x.shape
+    square = _sum((rows,), size, lambda i, k: x[i, k] * x[i, k], "square")
+    mean = te.compute((rows,), lambda i: square[i] / tirx.const(int(size), "float32"), "mean")
+    return te.compute(
+        (rows, size),
+        lambda i, k: x[i, k] / tirx.sqrt(mean[i] + tirx.const(eps, "float32")) * weight[k],
+        "normed",
+    )
+
+
+def _quantize(x: te.Tensor) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+    rows, size = x.shape
+    size = int(size)
+    padded = padded_k(size)
+    axis = te.reduce_axis((0, size), "k")
+    absmax = te.compute((rows,), lambda i: te.max(tirx.abs(x[i, axis]), axis=axis), "absmax")
+    bound = te.compute((rows,), lambda i: tirx.max(absmax[i], tirx.const(1e-5, "float32")), "bound")
+
+    def code(i, k):
+        rounded = tirx.nearbyint(x[i, k] * (tirx.const(127, "float32") / bound[i]))
+        clipped = tirx.max(tirx.min(rounded, tirx.const(127, "float32")), tirx.const(-128, "float32"))
+        return tirx.if_then_else(k < size, clipped.astype("int8"), tirx.const(0, "int8"))
+
+    q = te.compute((rows, padded), code, "q")
+    scale = te.compute((rows,), lambda i: bound[i] / tirx.const(127, "float32"), "scale")
+    total = _sum((rows,), padded, lambda i, k: q[i, k].astype("int32"), "total")
+    return q, scale, total
+
+
+def norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
+    """RMSNorm, then int8 quantisation with one scale a row (BitNet's absmax activations).
+
+    x `(width, size)` float32, weight `(size,)` float32 -> q `(width, padded_k(size))` int8 with zeros
+    behind `size`, scale `(width,)` float32 (what one unit of q stands for), total `(width,)` int32
+    (sum of q). q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
+    """
+    x = te.placeholder((_width(), size), "float32", "x")
+    weight = te.placeholder((size,), "float32", "weight")
+    return _stamped([x, weight, *_quantize(_rms_norm(x, weight, eps))], "norm_quantize", eps=eps)
+
+
+def gated_norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
+    """The middle of BitNet's MLP: relu(gate)² · up, then RMSNorm and int8 quantisation.
+
+    gate_up `(width, 2 * size)` float32 (gate, then up), weight `(size,)` float32 -> q, scale, total as
+    `norm_quantize` gives them. float32 throughout: the square overflows float16.
+    """
+    width = _width()
+    gate_up = te.placeholder((width, 2 * size), "float32", "gate_up")
+    weight = te.placeholder((size,), "float32", "weight")
+    gate = te.compute(
+        (width, size), lambda i, k: tirx.max(gate_up[i, k], tirx.const(0, "float32")), "gate"
+    )
+    x = te.compute(
+        (width, size), lambda i, k: gate[i, k] * gate[i, k] * gate_up[i, size + k], "gated"
+    )
+    results = _quantize(_rms_norm(x, weight, eps))
+    return _stamped([gate_up, weight, *results], "gated_norm_quantize", eps=eps)
+
+
+def low_bit_linear(
+    segments: Sequence[int], size: int, kind: str, format_name: str, residual: bool = False
+) -> tirx.PrimFunc:
+    """int8 activations times ternary weights, exact in int32, one weight scale per original matrix.
+
+    q, scale, total as `norm_quantize` gives them, weight packed in the layout of target `kind`
+    (relax_models/formats.py), weight_scale `(len(segments),)` float32 for the row ranges that `segments`
+    counts, residual `(width, sum(segments))` float32 if asked for ->
+    y `(width, sum(segments))` float32
+    = (Σ code·q − total) · (scale · weight_scale) [+ residual], where code = weight + 1.
+    """
+    rows = sum(segments)
+    width = _width()
+    q = te.placeholder((width, padded_k(size)), "int8", "q")
+    scale = te.placeholder((width,), "float32", "scale")
+    total = te.placeholder((width,), "int32", "total")
+    weight = te.placeholder(packed_shape(kind, rows, size), packed_dtype(kind), "weight")
+    weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
+
+    def product(i, n, k):
+        index, shift = locate(kind, n, k)
+        code = (weight[index] >> shift.astype(weight.dtype)) & tirx.const(3, weight.dtype)
+        return code.astype("int32") * q[i, k].astype("int32")
+
+    dot = _sum((width, rows), padded_k(size), product, "dot")
+    added = [te.placeholder((width, rows), "float32", "residual")] if residual else []
+
+    def epilogue(i, n):
+        factor = scale[i] * weight_scale[segment_of(n, segments)]
+        value = (dot[i, n] - total[i]).astype("float32") * factor
+        return value + added[0][i, n] if residual else value
+
+    y = te.compute((width, rows), epilogue, "y")
+    return _stamped(
+        [q, scale, total, weight, weight_scale, *added, y],
+        "low_bit_linear",
+        format=format_name,
+        segments=list(segments),
+        residual=residual,
+        size=size,
+    )
+
+
+def segment_of(n: tirx.Expr, segments: Sequence[int]) -> tirx.Expr:
+    """Index of the original matrix that row `n` of a fused one comes from."""
+    index: tirx.Expr = tirx.const(0, "int64")
+    for i in range(1, len(segments)):
+        first = tirx.const(sum(segments[:i]), "int64")
+        index = tirx.if_then_else(n >= first, tirx.const(i, "int64"), index)
+    return index
+
+
+def rope_kv_write(
+    num_heads: int, num_kv_heads: int, head_dim: int, positions: int, slots: int
+) -> tirx.PrimFunc:
+    """Rotate-half RoPE on q and k, and k and v of every row into the cache, in place.
+
+    qkv `(width, (num_heads + 2 * num_kv_heads) * head_dim)` float32, position `(width,)` int32, boundary
+    `(1,)` int32, table `(positions, head_dim / 2, 2)` float32 (cos, sin), cache
+    `(2, num_kv_heads, slots, head_dim)` float16 -> q `(width, num_heads, head_dim)` float32; row i's k
+    and v go to slot boundary + i. The caller keeps boundary + width <= slots and every position below
+    `positions`.
+    """
+    half = head_dim // 2
+    first_k = num_heads * head_dim
+    first_v = first_k + num_kv_heads * head_dim
+
+    def low(x, table, i, c, position, d):
+        return x[i, c] * table[position, d, 0] - x[i, c + half] * table[position, d, 1]
+
+    def high(x, table, i, c, position, d):
+        return x[i, c + half] * table[position, d, 0] + x[i, c] * table[position, d, 1]
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        qkv_: T.handle,
+        position_: T.handle,
+        boundary: T.Buffer((1,), "int32"),
+        table: T.Buffer((positions, half, 2), "float32"),
+        cache: T.Buffer((2, num_kv_heads, slots, head_dim), "float16"),
+        q_: T.handle,
+    ):
+        width = T.int64()
+        qkv = T.match_buffer(qkv_, (width, first_v + num_kv_heads * head_dim), "float32")
+        position = T.match_buffer(position_, (width,), "int32")
+        q = T.match_buffer(q_, (width, num_heads, head_dim), "float32")
+        for i, h, d in T.grid(width, num_heads, half):
+            with T.sblock("rotate_q"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                q[vi, vh, vd] = low(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, half + vd] = high(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
+        for i, h, d in T.grid(width, num_kv_heads, half):
+            with T.sblock("rotate_k"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[0, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16",
+                    low(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                )
+                cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
+                    "float16",
+                    high(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                )
+        for i, h, d in T.grid(width, num_kv_heads, head_dim):
+            with T.sblock("write_v"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[1, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16", qkv[vi, first_v + vh * head_dim + vd]
+                )
+
+    return _stamp(func, "rope_kv_write")
+
+
+def attention(
+    num_heads: int, num_kv_heads: int, head_dim: int, slots: int, causal: bool
+) -> tirx.PrimFunc:
+    """Grouped-query attention of the rows of one step over the shared cache.
+
+    q `(width, num_heads, head_dim)` float32, cache `(2, num_kv_heads, slots, head_dim)` float16, boundary
+    `(1,)` int32, and unless `causal` visible `(width, 2)` uint32 -> `(width, num_heads * head_dim)`
+    float32. Row i sees the slots below boundary, and slot boundary + j of this step where bit j % 32 of
+    visible[i, j / 32] is set; a causal step (prefill) sees j <= i. Every row must see itself. Slots from
+    boundary + width on are never read.
+    """
+    width = _width()
+    group = num_heads // num_kv_heads
+    q = te.placeholder((width, num_heads, head_dim), "float32", "q")
+    cache = te.placeholder((2, num_kv_heads, slots, head_dim), "float16", "cache")
+    boundary = te.placeholder((1,), "int32", "boundary")
+    visible = te.placeholder((width, 2), "uint32", "visible")
+
+    def sees(i, t):
+        j = t - boundary[0].astype("int64")
+        if causal:
+            return j <= i
+        word = visible[i, tirx.min(tirx.max(j, tirx.const(0, "int64")), width - 1) // 32]
+        bit = (word >> (j % 32).astype("uint32")) & tirx.const(1, "uint32")
+        return tirx.any(j < 0, tirx.all(j < width, bit == tirx.const(1, "uint32")))
+
+    axis = te.reduce_axis((0, head_dim), "d")
+    dot = te.compute(
+        (width, num_heads, slots),
+        lambda i, h, t: te.sum(
+            q[i, h, axis] * cache[0, h // group, t, axis].astype("float32"), axis=axis
+        ),
+        "dot",
+    )
+    factor = tirx.const(head_dim**-0.5, "float32")
+    score = te.compute(
+        dot.shape,
+        lambda i, h, t: tirx.if_then_else(
+            sees(i, t), dot[i, h, t] * factor, tirx.const(NEG_INF, "float32")
+        ),
+        "score",
+    )
+    slot = te.reduce_axis((0, slots), "t")
+    top = te.compute(
+        (width, num_heads), lambda i, h: te.max(score[i, h, slot], axis=slot), "top"
+    )
+    weight = te.compute(
+        dot.shape, lambda i, h, t: tirx.exp(score[i, h, t] - top[i, h]), "weight"
+    )
+    norm = _sum((width, num_heads), slots, lambda i, h, t: weight[i, h, t], "norm")
+    mixed = _sum(
+        (width, num_heads, head_dim),
+        slots,
+        lambda i, h, d, t: weight[i, h, t] * cache[1, h // group, t, d].astype("float32"),
+        "mixed",
+    )
+    out = te.compute(
+        (width, num_heads * head_dim),
+        lambda i, c: mixed[i, c // head_dim, c % head_dim] / norm[i, c // head_dim],
+        "out",
+    )
+    inputs = [q, cache, boundary] if causal else [q, cache, boundary, visible]
+    return _stamped([*inputs, out], "attention", causal=causal)
+
+
+def final_norm(size: int, eps: float) -> tirx.PrimFunc:
+    """RMSNorm of the rows that ask for logits.
+
+    x `(width, size)` float32, weight `(size,)` float32, logit_rows `(rows,)` int32 -> `(rows, size)`
+    float32. An entry below 0 asks for nothing and gives zeros.
+    """
+    x = te.placeholder((_width(), size), "float32", "x")
+    weight = te.placeholder((size,), "float32", "weight")
+    rows = tirx.Var("rows", "int64")
+    logit_rows = te.placeholder((rows,), "int32", "logit_rows")
+    picked = te.compute(
+        (rows, size),
+        lambda i, k: tirx.if_then_else(
+            logit_rows[i] >= 0, x[logit_rows[i], k], tirx.const(0, "float32")
+        ),
+        "picked",
+    )
+    normed = _rms_norm(picked, weight, eps)
+    return _stamped([x, weight, logit_rows, normed], "final_norm", eps=eps)
+
+
+def head(vocab_size: int, size: int) -> tirx.PrimFunc:
+    """Logits of the rows that ask for them, over a bfloat16 table, summed in float32.
+
+    x `(rows, size)` float32, table `(vocab_size, size)` uint16 (bfloat16 bits), logit_rows `(rows,)`
+    int32 -> logits `(rows, vocab_size)` float32; what stands in rows that ask for nothing (an entry
+    below 0) is not defined.
+    """
+    rows = tirx.Var("rows", "int64")
+    x = te.placeholder((rows, size), "float32", "x")
+    table = te.placeholder((vocab_size, size), "uint16", "table")
+    logit_rows = te.placeholder((rows,), "int32", "logit_rows")
+    dot = _sum((rows, vocab_size), size, lambda i, v, k: x[i, k] * _from_bf16(table[v, k]), "dot")
+    logits = te.compute(
+        dot.shape,
+        lambda i, v: tirx.if_then_else(logit_rows[i] >= 0, dot[i, v], tirx.const(0, "float32")),
+        "logits",
+    )
+    return _stamped([x, table, logit_rows, logits], "head")
+
+
+def greedy(vocab_size: int) -> tirx.PrimFunc:
+    """The token with the largest logit, the lowest id where several share it.
+
+    logits `(rows, vocab_size)` float32, logit_rows `(rows,)` int32 -> tokens `(rows,)` int32; -1 for a
+    row that asks for nothing, for one with a NaN and for one without a finite logit.
+    """
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(logits_: T.handle, logit_rows_: T.handle, tokens_: T.handle):
+        rows = T.int64()
+        logits = T.match_buffer(logits_, (rows, vocab_size), "float32")
+        logit_rows = T.match_buffer(logit_rows_, (rows,), "int32")
+        tokens = T.match_buffer(tokens_, (rows,), "int32")
+        best = T.sblock_alloc_buffer((rows,), "float32")
+        broken = T.sblock_alloc_buffer((rows,), "bool")
+        for i in range(rows):
+            with T.sblock("greedy"):
+                vi = T.axis.spatial(rows, i)
+                tokens[vi] = -1
+                best[vi] = T.min_value("float32")
+                broken[vi] = logit_rows[vi] < 0
+                for v in range(vocab_size):
+                    if logits[vi, v] != logits[vi, v]:
+                        broken[vi] = T.bool(True)
+                    if logits[vi, v] > best[vi]:
+                        best[vi] = logits[vi, v]
+                        tokens[vi] = T.Cast("int32", v)
+                if broken[vi]:
+                    tokens[vi] = -1
+
+    return _stamp(func, "greedy")

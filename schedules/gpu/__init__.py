@@ -1,0 +1,3 @@
+"""Rules of the cuda target."""
+
+RULES: dict = {}

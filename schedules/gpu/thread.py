@@ -1,0 +1,90 @@
+"""Words of the cuda templates: one thread's arithmetic, warps, and fixed-tree sums over a block.
+
+The helpers run while a template is parsed: each takes and returns expressions. Arithmetic that must
+give the same bits in every kernel is spelled out (`fma`, `mul`, `add`), so that no compiler decides
+from one kernel to the next which product and sum it fuses.
+"""
+
+import math
+
+from tvm.script import tirx as T
+
+WARP = 32
+MAX_THREADS = 1024
+STATIC_SHARED_BYTES = 48 * 1024
+_EVERY_LANE = 0xFFFFFFFF
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b rounded up."""
+    return -(-a // b)
+
+
+def vector_width(size: int, most: int) -> int:
+    """The largest power of two up to `most` that divides `size`: elements of one aligned load."""
+    return math.gcd(size, most)
+
+
+def span(base, lanes: int):
+    """The index of `lanes` elements from `base` on."""
+    return T.Ramp(base, 1, lanes) if lanes > 1 else base
+
+
+def vector(dtype: str, lanes: int) -> str:
+    """The name of a vector type: ("float32", 4) -> "float32x4"."""
+    return f"{dtype}x{lanes}" if lanes > 1 else dtype
+
+
+def splat(value, lanes: int):
+    """`value` in every lane."""
+    return T.Broadcast(value, lanes) if lanes > 1 else value
+
+
+def fma(a, b, c):
+    """a * b + c, rounded once."""
+    return T.call_pure_extern("float32", "__fmaf_rn", a, b, c)
+
+
+def mul(a, b):
+    """a * b, never fused with a sum that follows."""
+    return T.call_pure_extern("float32", "__fmul_rn", a, b)
+
+
+def add(a, b):
+    """a + b, never fused with a product before it."""
+    return T.call_pure_extern("float32", "__fadd_rn", a, b)
+
+
+def dp4a(a, b, c):
+    """c plus the products of four signed bytes: int32 words a and b."""
+    return T.call_pure_extern("int32", "__dp4a", a, b, c)
+
+
+def from_bf16(bits):
+    """The float32 that the uint16 `bits` of a bfloat16 stand for."""
+    return T.reinterpret("float32", T.shift_left(T.Cast("uint32", bits), T.uint32(16)))
+
+
+def from_lane(value, lane):
+    """`value` as the given lane of the warp holds it."""
+    return T.tvm_warp_shuffle(T.uint32(_EVERY_LANE), value, lane, WARP, WARP)
+
+
+def across(value, distance):
+    """`value` of the lane whose number differs in the bit `distance`."""
+    return T.tvm_warp_shuffle_xor(T.uint32(_EVERY_LANE), value, distance, WARP, WARP)
+
+
+@T.macro
+def warp_sum(values, i, lanes):
+    """Every one of `lanes` neighbouring lanes gets their sum of values[i]; the tree is a butterfly,
+    in which both sides add the same two numbers."""
+    for level in T.unroll(lanes.bit_length() - 1):
+        values[i] = values[i] + across(values[i], T.shift_right(lanes // 2, level))
+
+
+@T.macro
+def warp_max(values, i):
+    """Every lane gets the warp's largest values[i]."""
+    for level in T.unroll(5):
+        values[i] = T.max(values[i], across(values[i], T.shift_right(16, level)))

@@ -48,7 +48,7 @@ def build(
     fast_math: bool = False,
     verbose: bool = False,
 ) -> BuildReport:
-    """Build the scheduled IRModule `mod` for `target` into the shared library `out`.
+    """Build the lowered IRModule `mod` for `target` into the shared library `out`.
 
     `manifest` is the text to put inside, `pass_config` is TVM's PassContext config, and `progress`
     is told each phase. Nothing schedules what the module leaves unscheduled. `out` appears only
@@ -75,7 +75,7 @@ def compile_module(
     fast_math: bool = False,
     verbose: bool = False,
 ) -> Any:
-    """Compile a scheduled IRModule into a `relax` executable in memory."""
+    """Compile a lowered IRModule (bitmtp_tvm/pipeline.py) into a `relax` executable in memory."""
     compilation = None
     if target.kind == "cuda":
         prepare_cuda()
@@ -84,12 +84,10 @@ def compile_module(
     from tvm import relax
 
     described = tvm_target(target)
-    # The default pipeline of a GPU would schedule on its own what we forgot; this one does not.
-    pipeline = relax.get_pipeline("default_build")
     try:
         with described, tvm.transform.PassContext(opt_level=3, config=pass_config or {}):
             return relax.build(
-                mod, described, relax_pipeline=pipeline, exec_mode="compiled", system_lib=False
+                mod, described, relax_pipeline=None, exec_mode="compiled", system_lib=False
             )
     except Exception:
         if compilation and compilation.failure:

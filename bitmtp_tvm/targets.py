@@ -44,8 +44,8 @@ class Target:
     """One device, as `--target` names it.
 
     `kind` is TVM's ("llvm" or "cuda"), `arch` the GPU architecture ("" for the processor). Sizes
-    are bytes, `bandwidth_gbs` is 10^9 bytes a second; a number that a processor has no use for is 0.
-    `widths` are the default decode buckets and `prefill` the default chunk widths, both ascending.
+    are bytes, `bandwidth_gbs` is 10^9 bytes a second; a number that a processor has no use for is
+    0. `widths` are the default decode buckets, `prefill` the default chunk widths, both ascending.
     """
 
     name: str

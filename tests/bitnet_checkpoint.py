@@ -27,14 +27,14 @@ ODD = {
     "head_dim": 12,
     "max_position_embeddings": 64,
 }
-# More than one block of 128 along K, one key head.
+# More than one block of 128 along K.
 WIDE = {
     "vocab_size": 80,
     "hidden_size": 136,
     "intermediate_size": 260,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 2,
     "head_dim": 34,
     "max_position_embeddings": 96,
 }

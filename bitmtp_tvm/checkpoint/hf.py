@@ -44,6 +44,9 @@ _MATRIX = {
     "down_proj": "mlp.down_proj",
 }
 
+# Allowed element types, and the shape.
+Wanted = tuple[tuple[str, ...], tuple[int, ...]]
+
 
 class HFCheckpoint(Checkpoint):
     """See `open_hf_directory`."""
@@ -59,7 +62,7 @@ class HFCheckpoint(Checkpoint):
         self._matrices = matrix_shapes(self.config)
         self._dense = dense_shapes(self.config)
         self._files = _open_files(directory)
-        _check_tensors(directory, self._files, _expected(self.config))
+        _check_tensors(directory, self._files, _expected(directory, self.config))
 
     def low_bit(self, name: str) -> tuple[np.ndarray, float]:
         """See `Checkpoint.low_bit`."""
@@ -136,15 +139,18 @@ def _hf_name(name: str, names: dict[str, str]) -> str:
     return f"model.layers.{match[1]}.{names[match[2]]}" if match else names[name]
 
 
-def _expected(config: ModelConfig) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+def _expected(directory: Path, config: ModelConfig) -> dict[str, Wanted]:
     """Allowed element types and shape of every tensor that the files must hold, and no other."""
-    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]] = {}
+    expected: dict[str, Wanted] = {}
     for name, dense_shape in dense_shapes(config).items():
         expected[_hf_name(name, _DENSE)] = (_FLOATS, dense_shape)
     for name, (n, k) in matrix_shapes(config).items():
         stem = _hf_name(name, _MATRIX)
         if n % 4:
-            raise BitMTPError(f"{stem} has {n} rows; packed BitNet weights need a multiple of 4")
+            raise BitMTPError(
+                f"{directory / 'config.json'} gives {stem} {n} rows; packed BitNet weights need a "
+                "multiple of 4"
+            )
         expected[f"{stem}.weight"] = (("U8",), (n // 4, k))
         expected[f"{stem}.weight_scale"] = (_FLOATS, (1,))
     return expected
@@ -168,8 +174,11 @@ def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
     if not isinstance(places, dict):
         raise BitMTPError(f"{index} has no weight_map")
     for name, place in places.items():
-        if not isinstance(place, str) or Path(place).name != place:
-            raise BitMTPError(f"{index} puts tensor {name} into {place!r}, which is no file name")
+        plain = isinstance(place, str) and Path(place).name == place
+        if not plain or not place.endswith(".safetensors"):
+            raise BitMTPError(
+                f"{index} puts tensor {name} into {place!r}, which is no safetensors file name"
+            )
     owners: dict[str, SafetensorsFile] = {}
     for place in sorted(set(places.values())):
         if not (directory / place).is_file():
@@ -190,9 +199,7 @@ def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
 
 
 def _check_tensors(
-    directory: Path,
-    files: dict[str, SafetensorsFile],
-    expected: dict[str, tuple[tuple[str, ...], tuple[int, ...]]],
+    directory: Path, files: dict[str, SafetensorsFile], expected: dict[str, Wanted]
 ) -> None:
     """Every tensor of the model is there with its shape and type, and there is no other."""
     missing = [name for name in expected if name not in files]

@@ -102,7 +102,8 @@ def _rope_theta(path: Path, raw: dict[str, Any]) -> Any:
         if rope is None:
             continue
         plain = isinstance(rope, dict) and rope.keys() <= {"rope_type", "type", "rope_theta"}
-        if not plain or {rope.get("rope_type"), rope.get("type")} - {None, "default"}:
+        kinds = (rope.get("rope_type"), rope.get("type")) if plain else ()
+        if not plain or any(kind not in (None, "default") for kind in kinds):
             raise BitMTPError(
                 f"{path}: {key} is {rope!r}; only default rotary embeddings are supported"
             )

@@ -85,7 +85,7 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
         return T.Select(block < blocks, codes, T.uint32(0))
 
     def four_codes(words, i, step, mask):
-        return T.reinterpret("int32", T.bitwise_and(T.shift_right(words[i], T.uint32(2 * step)), mask))
+        return T.reinterpret("int32", T.bitwise_and(T.shift_right(words[i], T.Cast("uint32", 2 * step)), mask))
 
     def activations(q, token, block, lane, half):
         row, k = T.min(token, width - 1), T.min(block, blocks - 1) * K_BLOCK
@@ -130,8 +130,15 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
         for turn in range(rounds):
             load(weight, words, first_tile, warp, lane, turn)
             for i in T.unroll(ahead):
-                block = block_of(warp, turn * ahead + i)
-                multiply(q, words, acc, token, block, lane, i * row_tiles * 4)
+                multiply(
+                    q,
+                    words,
+                    acc,
+                    token,
+                    block_of(warp, turn * ahead + i),
+                    lane,
+                    i * row_tiles * 4,
+                )
         for i in T.unroll(sums):
             warp_sum(acc, i, 4)
         if lane % 4 == 0:
@@ -144,23 +151,95 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
         return value if residual is None else rounded_sum(value, residual[token, n])
 
     @T.macro
-    def store(dot, i, scale, total, weight_scale, residual, y, token, n):
-        if (token < width) and (n < columns):
-            y[token, n] = result(
-                dot[0] - total[token], scale, weight_scale, residual, token, n
-            )
+    def store(partial, at, scale, total, weight_scale, residual, y, token, n):
+        dot = T.sblock_alloc_buffer((1,), "int32", scope="local")
+        if (at < outputs) and (token < width) and (n < columns):
+            dot[0] = -total[token]
+            for i in T.unroll(warps):
+                dot[0] = dot[0] + partial[i * outputs + at]
+            y[token, n] = result(dot[0], scale, weight_scale, residual, token, n)
 
     @T.macro
     def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
         partial = T.sblock_alloc_buffer((warps * outputs,), "int32", scope="shared")
-        dot = T.sblock_alloc_buffer((1,), "int32", scope="local")
         accumulate(q, weight, partial, first_tile, token, thread // WARP, thread % WARP)
         T.tvm_storage_sync("shared")
+        # Sum number at // 8 is that of `accumulate`: eight rows of one activation row.
         for turn in T.unroll(ceil_div(outputs, threads)):
-            if turn * threads + thread < outputs:
-                dot[0] = 0
-                for i in T.unroll(warps):
-                    dot[0] = dot[0] + partial[i * outputs + turn * threads + thread]
-                pass
+            store(
+                partial,
+                turn * threads + thread,
+                scale,
+                total,
+                weight_scale,
+                residual,
+                y,
+                token + (turn * threads + thread) // 8 % tokens,
+                first_tile * TILE
+                + (turn * threads + thread) // (8 * tokens) * 8
+                + thread % 8,
+            )
 
-    return None
+    # Neighbouring blocks share their weights, so that these come from memory once.
+    def first_tile_of(block):
+        return block // groups * row_tiles
+
+    def first_token_of(block):
+        return block % groups * tokens
+
+    @T.prim_func(private=True, s_tir=True)
+    def plain(
+        q: T.Buffer((width, padded), "int8"),
+        scale: T.Buffer((width,), "float32"),
+        total: T.Buffer((width,), "int32"),
+        weight: T.Buffer(weight_shape, "uint32"),
+        weight_scale: T.Buffer((len(segments),), "float32"),
+        y: T.Buffer((width, columns), "float32"),
+    ):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
+            for tx in T.thread_binding(threads, thread="threadIdx.x"):
+                with T.sblock("linear"):
+                    block = T.axis.spatial(grid, bx)
+                    thread = T.axis.spatial(threads, tx)
+                    one_block(
+                        q,
+                        scale,
+                        total,
+                        weight,
+                        weight_scale,
+                        None,
+                        y,
+                        first_tile_of(block),
+                        first_token_of(block),
+                        thread,
+                    )
+
+    @T.prim_func(private=True, s_tir=True)
+    def added(
+        q: T.Buffer((width, padded), "int8"),
+        scale: T.Buffer((width,), "float32"),
+        total: T.Buffer((width,), "int32"),
+        weight: T.Buffer(weight_shape, "uint32"),
+        weight_scale: T.Buffer((len(segments),), "float32"),
+        residual: T.Buffer((width, columns), "float32"),
+        y: T.Buffer((width, columns), "float32"),
+    ):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
+            for tx in T.thread_binding(threads, thread="threadIdx.x"):
+                with T.sblock("linear"):
+                    block = T.axis.spatial(grid, bx)
+                    thread = T.axis.spatial(threads, tx)
+                    one_block(
+                        q,
+                        scale,
+                        total,
+                        weight,
+                        weight_scale,
+                        residual,
+                        y,
+                        first_tile_of(block),
+                        first_token_of(block),
+                        thread,
+                    )
+
+    return added if work.settings["residual"] else plain

@@ -88,3 +88,30 @@ def warp_max(values, i):
     """Every lane gets the warp's largest values[i]."""
     for level in T.unroll(5):
         values[i] = T.max(values[i], across(values[i], T.shift_right(16, level)))
+
+
+@T.macro
+def block_sum(values, shared, warps, thread):
+    """Every thread gets the block's sum of values[0]: butterflies in the warps, then warp by warp.
+
+    `shared` has one element a warp, used for nothing else.
+    """
+    warp_sum(values, 0, 32)
+    if thread % 32 == 0:
+        shared[thread // 32] = values[0]
+    T.tvm_storage_sync("shared")
+    values[0] = shared[0]
+    for warp in T.unroll(warps - 1):
+        values[0] = values[0] + shared[warp + 1]
+
+
+@T.macro
+def block_max(values, shared, warps, thread):
+    """Every thread gets the block's largest values[0]; `shared` as in `block_sum`."""
+    warp_max(values, 0)
+    if thread % 32 == 0:
+        shared[thread // 32] = values[0]
+    T.tvm_storage_sync("shared")
+    values[0] = shared[0]
+    for warp in T.unroll(warps - 1):
+        values[0] = T.max(values[0], shared[warp + 1])

@@ -1,0 +1,266 @@
+"""`python -m bitmtp_tvm.compile`: a checkpoint becomes an artifact for one device."""
+
+import argparse
+import math
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from tqdm import tqdm
+
+from bitmtp_tvm.cli import run
+from bitmtp_tvm.errors import UsageError
+from bitmtp_tvm.manifest import KVLayout, Manifest, MemoryPlan, Shard, TokenizerInfo
+from bitmtp_tvm.report import print_report
+from bitmtp_tvm.targets import TARGETS, Target, get_target
+
+if TYPE_CHECKING:
+    from bitmtp_tvm.checkpoint import Checkpoint
+    from bitmtp_tvm.pipeline import Lowered
+
+DEMO = Path(__file__).parent / "assets" / "demo"
+MOST_ROWS = 64
+"""Widest decode bucket: a row's view of its step is one bit a row, in two words."""
+
+
+@dataclass(frozen=True)
+class CompileOptions:
+    """One run of the command. `context` and `widths` default to the model's and the target's."""
+
+    target: str
+    model: str | None = None
+    random_weights: bool = False
+    context: int | None = None
+    widths: tuple[int, ...] | None = None
+    output: Path | None = None
+    dump: Path | None = None
+    verbose: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be built, decided before any work."""
+
+    target: Target
+    checkpoint: "Checkpoint"
+    context: int
+    widths: tuple[int, ...]
+    directory: Path
+
+    @property
+    def slots(self) -> int:
+        """KV slots a layer: a chunk or bucket may begin at the last slot of the context."""
+        return self.context + max(*self.widths, *self.target.prefill)
+
+    @property
+    def kv(self) -> KVLayout:
+        config = self.checkpoint.config
+        shape = (2, config.num_key_value_heads, self.slots, config.head_dim)
+        return KVLayout("float16", shape)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line, compile, return the exit code."""
+    parser = argparse.ArgumentParser(
+        "python -m bitmtp_tvm.compile",
+        description="Compile a low-bit checkpoint for one device; no GPU is needed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--target", required=True, help=f"one of: {', '.join(TARGETS)}")
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help="checkpoint directory (default: the demo), or with --random-weights a preset's name",
+    )
+    parser.add_argument(
+        "--random-weights", action="store_true", help="benchmark a preset's shapes, e.g. bitnet-2b"
+    )
+    parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's)")
+    parser.add_argument(
+        "--widths", type=widths, metavar="1,2,4", help="rows of the decode buckets, up to 64"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="default: dist/<model>-<target>"
+    )
+    parser.add_argument("--dump", type=Path, metavar="DIR", help="write the module after each pass")
+    parser.add_argument("--verbose", action="store_true", help="list kernels, show tracebacks")
+    options = CompileOptions(**vars(parser.parse_args(argv)))
+    return run(lambda: compile_model(options), options.verbose)
+
+
+def widths(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.isdecimal() and 1 <= int(part) <= MOST_ROWS for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of widths from 1 to {MOST_ROWS}")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def compile_model(options: CompileOptions) -> Manifest:
+    """Compile as `options` say and print what came out; returns the artifact's manifest.
+
+    The directory appears only when everything in it is complete. Raises `BitMTPError`.
+    """
+    from bitmtp_tvm.artifact import LIBRARY, MANIFEST, write_artifact
+
+    plan = make_plan(options)
+    with write_artifact(plan.directory) as folder, phases() as say:
+        say("reading and packing the checkpoint")
+        shards = write_shards(plan, folder)
+        say("lowering")
+        lowered = lower_model(plan, options, say)
+        manifest = make_manifest(plan, lowered, shards)
+        text = manifest.to_json()
+        (folder / MANIFEST).write_text(text)
+        from bitmtp_tvm.build import build
+
+        report = build(
+            lowered.mod,
+            plan.target,
+            folder / LIBRARY,
+            say,
+            manifest=text,
+            verbose=options.verbose,
+        )
+        if plan.checkpoint.tokenizer:
+            shutil.copyfile(plan.checkpoint.tokenizer, folder / "tokenizer.json")
+    print_report(plan.directory, manifest, report, options.verbose)
+    return manifest
+
+
+def make_plan(options: CompileOptions) -> Plan:
+    """Check the options against the target and the checkpoint; raises `UsageError`."""
+    target = get_target(options.target)
+    checkpoint = find_checkpoint(options)
+    longest = checkpoint.config.max_position_embeddings
+    context = longest if options.context is None else options.context
+    if not 1 <= context <= longest:
+        raise UsageError(f"--context is {context}; {checkpoint.name} serves 1 to {longest} tokens")
+    directory = options.output or Path("dist") / f"{checkpoint.name}-{target.name}"
+    return Plan(target, checkpoint, context, options.widths or target.widths, directory)
+
+
+def find_checkpoint(options: CompileOptions) -> "Checkpoint":
+    from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
+    from relax_models.config import PRESETS
+
+    if options.random_weights:
+        if options.model not in PRESETS:
+            raise UsageError(f"--random-weights needs --model, one of: {', '.join(PRESETS)}")
+        return random_checkpoint(PRESETS[options.model], name=options.model)
+    if options.model in PRESETS and not Path(options.model).exists():
+        raise UsageError(
+            f"{options.model} is a preset's name: add --random-weights for a benchmark of its "
+            "shapes, or give the folder of a checkpoint"
+        )
+    return open_checkpoint(Path(options.model) if options.model else DEMO)
+
+
+@contextmanager
+def phases() -> Iterator["Phases"]:
+    """A bar on stderr that names the phase, with the seconds that each took."""
+    with tqdm(total=Phases.COUNT, bar_format="{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}") as bar:
+        yield Phases(bar)
+        bar.update(bar.total - bar.n)
+
+
+class Phases:
+    """Called with the name of each phase as it begins."""
+
+    COUNT = 19
+
+    def __init__(self, bar: "tqdm[None]") -> None:
+        self.bar = bar
+
+    def __call__(self, name: str) -> None:
+        self.bar.set_description(name)
+        self.bar.update()
+
+
+def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
+    from bitmtp_tvm.weights import pack_parameters, parameter_specs, write_parameters
+
+    specs = parameter_specs(plan.checkpoint.config, plan.target.kind, plan.context)
+    tensors = pack_parameters(plan.checkpoint, plan.target.kind, plan.context)
+    bar = tqdm(tensors, "packing", total=len(specs), unit=" tensors", leave=False)
+    return tuple(Shard(**record) for record in write_parameters(folder, bar))  # type: ignore[arg-type]
+
+
+def lower_model(plan: Plan, options: CompileOptions, say: Phases) -> "Lowered":
+    if plan.target.kind == "cuda":
+        from bitmtp_tvm.toolchain import prepare_cuda
+
+        # Before anything imports TVM, which otherwise comes up without its CUDA part.
+        prepare_cuda()
+    from bitmtp_tvm.pipeline import lower
+    from bitmtp_tvm.specialize import buckets
+    from bitmtp_tvm.targets import tvm_target
+    from relax_models.layers import Storage
+    from relax_models.models import MODELS
+
+    config = plan.checkpoint.config
+    storage = Storage(plan.target.kind, plan.slots, plan.context)
+    mod, _ = MODELS[config.architecture](config, storage).export()
+    wanted = buckets(plan.widths, plan.target.prefill)
+    return lower(mod, wanted, tvm_target(plan.target), options.dump, say)
+
+
+def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> Manifest:
+    from bitmtp_tvm.build import LEAST_DRIVERS
+    from bitmtp_tvm.toolchain import versions
+    from bitmtp_tvm.weights import parameter_specs
+    from relax_models.formats import LAYOUT_VERSION
+    from relax_models.models import FORMAT_OF
+
+    target, checkpoint = plan.target, plan.checkpoint
+    config = checkpoint.config
+    specs = parameter_specs(config, target.kind, plan.context)
+    parameters = sum(tensor_bytes(shape, dtype) for shape, dtype in specs.values())
+    kv = config.num_hidden_layers * tensor_bytes(plan.kv.shape, plan.kv.dtype)
+    return Manifest(
+        model=checkpoint.name,
+        config=config.to_dict(),
+        format=FORMAT_OF[config.architecture],
+        layout_version=LAYOUT_VERSION,
+        target=target.name,
+        kind=target.kind,
+        arch=target.arch,
+        host_triple=target.host_triple,
+        host_features=target.host_features,
+        versions=versions(),
+        least_drivers=dict(LEAST_DRIVERS) if target.kind == "cuda" else {},
+        widths=plan.widths,
+        prefill=target.prefill,
+        context=plan.context,
+        slots=plan.slots,
+        kv=plan.kv,
+        memory=MemoryPlan.of(parameters, kv, lowered.workspace),
+        shards=shards,
+        tokenizer=tokenizer_info(checkpoint),
+        kernels=tuple(lowered.kernels),
+        counts=dict(Counter(kernel.provenance for kernel in lowered.kernels)),
+    )
+
+
+def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def tokenizer_info(checkpoint: "Checkpoint") -> TokenizerInfo:
+    mtp = checkpoint.config.mtp
+    return TokenizerInfo(
+        file="tokenizer.json" if checkpoint.tokenizer else None,
+        add_bos=checkpoint.add_bos,
+        bos_token_id=checkpoint.bos_token_id,
+        eos_token_ids=tuple(checkpoint.eos_token_ids),
+        mask_token_id=mtp.mask_token_id if mtp else None,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""From the symbolic model to what the back end compiles: one numbered list of passes."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tvm import IRModule, relax, tirx
+from tvm.target import Target as TVMTarget
+
+from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.manifest import KernelRecord
+from bitmtp_tvm.specialize import Bucket, specialize
+from schedules import rule
+from schedules.workload import read
+
+# The pooled allocator of TVM's virtual machine hands out whole pages.
+PAGE = 4096
+
+
+@dataclass
+class Lowered:
+    """What the passes leave behind: the module, one record a kernel, the workspace in bytes."""
+
+    mod: IRModule
+    kernels: list[KernelRecord] = field(default_factory=list)
+    workspace: int = 0
+
+
+Pass = Callable[[IRModule], IRModule]
+
+
+def lower(
+    mod: IRModule,
+    wanted: Sequence[Bucket],
+    target: TVMTarget,
+    dump: Path | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Lowered:
+    """Run all passes on the model's symbolic module; with `dump`, write it there after each.
+
+    Raises `BitMTPError` for a kernel that no rule schedules.
+    """
+    result = Lowered(mod)
+    for number, (name, step) in enumerate(_passes(result, wanted, target), start=1):
+        if progress:
+            progress(name)
+        with target:
+            result.mod = step(result.mod)
+        if dump:
+            dump.mkdir(parents=True, exist_ok=True)
+            (dump / f"{number:02d}_{name}.py").write_text(result.mod.script())
+    return result
+
+
+def _passes(
+    result: Lowered, wanted: Sequence[Bucket], target: TVMTarget
+) -> list[tuple[str, Pass]]:
+    return [
+        ("specialize", lambda mod: specialize(mod, wanted)),
+        ("schedule", lambda mod: _schedule(mod, target, result.kernels)),
+        *LOWERING,
+        ("lower_alloc_tensor", relax.transform.LowerAllocTensor()),
+        ("plan_workspace", lambda mod: _plan_workspace(mod, result)),
+        *FINISHING,
+    ]
+
+
+# TVM's own, in the order of its default pipeline, without the passes that schedule or fuse: what a
+# rule made is final.
+LOWERING: list[tuple[str, Pass]] = [
+    ("to_non_dataflow", relax.transform.ToNonDataflow()),
+    ("remove_purity_checking", relax.transform.RemovePurityChecking()),
+    ("call_tir_rewrite", relax.transform.CallTIRRewrite()),
+    ("static_plan_block_memory", relax.transform.StaticPlanBlockMemory()),
+]
+FINISHING: list[tuple[str, Pass]] = [
+    ("kill_after_last_use", relax.transform.KillAfterLastUse()),
+    ("lower_runtime_builtin", relax.transform.LowerRuntimeBuiltin()),
+    ("compute_prim_value", relax.transform.ComputePrimValue()),
+    ("vm_shape_lower", relax.transform.VMShapeLower()),
+    ("attach_global_symbol", relax.transform.AttachGlobalSymbol()),
+]
+
+
+def _schedule(mod: IRModule, target: TVMTarget, kernels: list[KernelRecord]) -> IRModule:
+    """Put every kernel's scheduled form in its place and note where the schedule came from."""
+    for var, func in mod.functions_items():
+        if isinstance(func, tirx.PrimFunc):
+            work = read(func)
+            made = rule.apply(func, target)
+            if made is None:
+                raise BitMTPError(
+                    f"no schedule for {work.op} ({var.name_hint}) on {target.kind.name}: add a rule"
+                )
+            mod.update_func(var, made)
+            kernels.append(_record(var.name_hint, work))
+    kernels.sort(key=lambda kernel: (kernel.op, kernel.width, kernel.name))
+    return mod
+
+
+def _record(name: str, work) -> KernelRecord:
+    width = int(name.rsplit("_w", 1)[1])
+    return KernelRecord(name, work.op, work.settings.get("format", ""), width, "rule")
+
+
+def _plan_workspace(mod: IRModule, result: Lowered) -> IRModule:
+    """Bytes that the pooled allocator ends up with: freed blocks serve other functions by size."""
+    pool: dict[int, int] = {}
+    for func in mod.functions.values():
+        if isinstance(func, relax.Function):
+            for size, count in _blocks(func).items():
+                pool[size] = max(pool.get(size, 0), count)
+    result.workspace = sum(size * count for size, count in pool.items())
+    return mod
+
+
+def _blocks(func: relax.Function) -> dict[int, int]:
+    found: dict[int, int] = {}
+
+    def visit(node):
+        name = getattr(getattr(node, "op", None), "name", "")
+        if isinstance(node, relax.Call) and name.endswith("alloc_storage"):
+            (size,) = node.args[0].values
+            rounded = -(-int(size) // PAGE) * PAGE
+            found[rounded] = found.get(rounded, 0) + 1
+
+    relax.analysis.post_order_visit(func, visit)
+    return found

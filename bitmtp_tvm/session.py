@@ -1,0 +1,210 @@
+"""The compiled model on its device: parameters, KV storage and the functions of every bucket.
+
+It knows tensors and slots; tokens mean nothing to it.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bitmtp_tvm.artifact import Artifact, load_library, read_parameters
+from bitmtp_tvm.device import read_device, read_host
+from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.manifest import Manifest
+
+# Called with the phase in words, the bytes done and the total.
+Progress = Callable[[str, int, int], None]
+
+INPUTS = ("tokens", "position", "boundary", "visible", "logit_rows")
+CACHE = "_kv_cache"
+VISIBLE_WORDS = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One bucket of one entry function, bound to device buffers that keep their addresses.
+
+    `inputs` are written before `run()`; what it returns stays valid until the next run of any step.
+    """
+
+    width: int
+    inputs: dict[str, Any]
+    run: Callable[[], Any]
+
+    def set(self, **arrays: np.ndarray) -> None:
+        for name, array in arrays.items():
+            self.inputs[name].copyfrom(array)
+
+
+class Session:
+    """A loaded artifact. The caller keeps slots below `context` and tokens below `vocab_size`."""
+
+    def __init__(self, artifact: Artifact, progress: Progress | None = None) -> None:
+        """Load library and parameters and allocate the KV storage, once and for all buckets.
+
+        `artifact` comes from `open_artifact` and has passed `check_device`.
+        """
+        manifest = artifact.manifest
+        self.context = manifest.context
+        self.vocab_size = int(manifest.config["vocab_size"])
+        self.widths = manifest.widths
+        self._free_before = _free_memory(manifest)
+        self._manifest = manifest
+        library = load_library(artifact)
+        import tvm
+        from tvm.runtime.vm import VirtualMachine
+
+        self._tvm = tvm
+        self._device = tvm.cuda(0) if manifest.kind == "cuda" else tvm.cpu(0)
+        self.device = manifest.arch or "cpu"
+        self._machine = VirtualMachine(library, self._device)
+        self._parameters = dict(self._load(artifact, progress))
+        self._parameters.update(self._storage())
+        chunks = sorted({*manifest.widths, *manifest.prefill})
+        self._decode = {width: self._bind("decode", width) for width in manifest.widths}
+        self._prefill = {width: self._bind("prefill", width) for width in chunks}
+        self._logits: Any = None
+        self._asked = 0
+
+    def _load(self, artifact: Artifact, progress: Progress | None) -> Iterator[tuple[str, Any]]:
+        total, done = artifact.manifest.memory.parameters, 0
+        for name, array in read_parameters(artifact.directory, artifact.manifest.shards):
+            yield name.replace(".", "_"), self._tvm.runtime.tensor(array, self._device)
+            done += array.nbytes
+            if progress:
+                progress("loading parameters", done, total)
+
+    def _storage(self) -> Iterator[tuple[str, Any]]:
+        """The KV storage, zeroed: kernels may read slots that nothing has written yet."""
+        layout = self._manifest.kv
+        zeros = np.zeros(layout.shape, layout.dtype)
+        for layer in range(self._manifest.config["num_hidden_layers"]):
+            yield f"layers_{layer}{CACHE}", self._tvm.runtime.tensor(zeros, self._device)
+
+    def _bind(self, entry: str, width: int) -> Step:
+        name = f"{entry}_w{width}"
+        shapes = {
+            "tokens": ((width,), "int32"),
+            "position": ((width,), "int32"),
+            "boundary": ((1,), "int32"),
+            "visible": ((width, VISIBLE_WORDS), "uint32"),
+            "logit_rows": ((width,), "int32"),
+        }
+        inputs, arguments = {}, []
+        for parameter in self._parameter_names(name):
+            if parameter in INPUTS:
+                inputs[parameter] = self._tvm.runtime.empty(*shapes[parameter], self._device)
+            arguments.append(inputs.get(parameter, self._parameters.get(parameter)))
+            if arguments[-1] is None:
+                raise BitMTPError(f"{name} needs {parameter}, which the artifact does not hold")
+        self._machine.save_function(name, f"bound_{name}", *arguments)
+        return Step(width, inputs, self._machine[f"bound_{name}"])
+
+    def _parameter_names(self, function: str) -> list[str]:
+        module = self._machine.module
+        arity = int(module["get_function_arity"](function))
+        return [
+            str(module["get_function_param_name"](function, i)).replace(".", "_")
+            for i in range(arity)
+        ]
+
+    def prefill(self, tokens: Sequence[int], start: int) -> None:
+        """Write the causal K/V of `tokens` to the slots from `start` on, chunk by chunk.
+
+        Slots behind the last token, up to a chunk's width, are scratch afterwards.
+        """
+        self._check_slots(start, len(tokens))
+        done = 0
+        while done < len(tokens):
+            step = self._prefill[chunk_width(len(tokens) - done, tuple(self._prefill))]
+            rows = min(step.width, len(tokens) - done)
+            first = start + done
+            step.set(
+                tokens=_padded(tokens[done : done + rows], step.width, 0),
+                position=_padded(range(first, first + rows), step.width, 0),
+                boundary=np.array([first], np.int32),
+            )
+            step.run()
+            done += rows
+        # Callers time this: let the device finish.
+        self._device.sync()
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        boundary: int,
+        visible: np.ndarray | None,
+        logit_rows: Sequence[int],
+    ) -> np.ndarray:
+        """Run rows at the slots `boundary`, `boundary + 1`, … in the smallest bucket that fits.
+
+        `visible`: bool `(rows, rows)`, which rows of this step a row sees (itself always), None for
+        plainly causal. Returns the greedy token of each of `logit_rows`, int32; -1 where its logits
+        are not finite.
+        """
+        rows = len(tokens)
+        if not 0 < rows <= self.widths[-1] or len(logit_rows) > rows:
+            raise ValueError(f"{rows} rows, of which {len(logit_rows)} ask; at most {self.widths}")
+        self._check_slots(boundary, rows)
+        step = self._decode[min(width for width in self.widths if width >= rows)]
+        step.set(
+            tokens=_padded(tokens, step.width, 0),
+            position=_padded(positions, step.width, 0),
+            boundary=np.array([boundary], np.int32),
+            visible=_visible_words(visible, rows, step.width),
+            logit_rows=_padded(logit_rows, step.width, -1),
+        )
+        self._logits, chosen = step.run()
+        self._asked = len(logit_rows)
+        return chosen.numpy()[: self._asked]
+
+    def logits(self) -> np.ndarray:
+        """Logits float32 `(asked, vocab_size)` of the last `decode`, in the order of its logit_rows."""
+        if self._logits is None:
+            raise ValueError("no decode step has run")
+        return self._logits.numpy()[: self._asked]
+
+    def kv(self, layer: int) -> np.ndarray:
+        """A copy of one layer's cache, float16 `(2, kv_heads, slots, head_dim)`: keys, values."""
+        return self._parameters[f"layers_{layer}{CACHE}"].numpy()
+
+    def memory_used(self) -> int:
+        """Bytes of the device's memory that went away since this session began to load."""
+        self._device.sync()
+        return self._free_before - _free_memory(self._manifest)
+
+    def _check_slots(self, start: int, rows: int) -> None:
+        if start < 0 or start + rows > self.context:
+            raise ValueError(f"slots {start}..{start + rows} of a context of {self.context}")
+
+
+def chunk_width(remaining: int, widths: Sequence[int]) -> int:
+    """Bucket for the next prefill chunk: one that holds all, if more than half of it is used, else the
+    largest full one, else the smallest."""
+    for width in widths:
+        if width >= remaining:
+            if 2 * remaining > width:
+                return width
+            break
+    return max((width for width in widths if width <= remaining), default=widths[0])
+
+
+def _padded(values: Sequence[int], width: int, filler: int) -> np.ndarray:
+    row = np.full(width, filler, np.int32)
+    row[: len(values)] = values
+    return row
+
+
+def _visible_words(visible: np.ndarray | None, rows: int, width: int) -> np.ndarray:
+    """Bit j % 32 of word j / 32: uint32 `(width, 2)`. Padding rows see themselves alone."""
+    square = np.eye(width, 32 * VISIBLE_WORDS, dtype=bool)
+    square[:rows, :rows] = np.tri(rows, dtype=bool) if visible is None else visible
+    bits = square.reshape(width, VISIBLE_WORDS, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+    return bits.sum(axis=-1).astype(np.uint32)
+
+
+def _free_memory(manifest: Manifest) -> int:
+    return (read_device() if manifest.kind == "cuda" else read_host()).free

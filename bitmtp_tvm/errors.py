@@ -2,7 +2,7 @@
 
 
 class BitMTPError(Exception):
-    """A fault outside this package: its text is one sentence that says what is wrong and what to do."""
+    """A fault outside this package: its text is one sentence, what is wrong and what to do."""
 
     exit_code = 1
 

@@ -52,9 +52,7 @@ def lower(
     return result
 
 
-def _passes(
-    result: Lowered, wanted: Sequence[Bucket], target: TVMTarget
-) -> list[tuple[str, Pass]]:
+def _passes(result: Lowered, wanted: Sequence[Bucket], target: TVMTarget) -> list[tuple[str, Pass]]:
     return [
         ("specialize", lambda mod: specialize(mod, wanted)),
         ("schedule", lambda mod: _schedule(mod, target, result.kernels)),

@@ -121,9 +121,11 @@ def head(x: np.ndarray, table: np.ndarray) -> np.ndarray:
 def greedy(logits: np.ndarray) -> np.ndarray:
     """Index of the largest logit, the lowest one on ties: `(R, V)` float32 -> `(R,)` int32.
 
-    -1 for a row without a finite maximum: one that holds a NaN or +inf, or nothing but -inf.
+    -1 for a row that holds a NaN, or nothing but -inf.
     """
-    return np.where(np.isfinite(logits.max(axis=-1)), logits.argmax(axis=-1), -1).astype(np.int32)
+    highest = logits.max(axis=-1)
+    broken = np.isnan(highest) | (highest == -np.inf)
+    return np.where(broken, -1, logits.argmax(axis=-1)).astype(np.int32)
 
 
 @dataclass

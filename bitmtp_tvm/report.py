@@ -1,4 +1,4 @@
-"""What compile prints at the end: sizes, memory, drivers, and where each kernel's schedule is from."""
+"""What compile prints at the end: sizes, memory, drivers, and the origin of every schedule."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -26,7 +26,8 @@ def lines(directory: Path, manifest: Manifest, built: "BuildReport") -> list[str
     shards = sum(shard.bytes for shard in manifest.shards)
     return [
         f"{directory}: {manifest.model} for {manifest.target} ({machine(manifest)})",
-        f"  model.so {mib(built.so_bytes)}, parameters {mib(shards)} in {len(manifest.shards)} files",
+        f"  model.so {mib(built.so_bytes)}, parameters {mib(shards)} "
+        f"in {len(manifest.shards)} files",
         f"  memory at a context of {manifest.context}: {mib(memory.total)} = parameters "
         f"{mib(memory.parameters)} + KV {mib(memory.kv)} + workspace {mib(memory.workspace)}"
         + (", beside the driver's own" if manifest.kind == "cuda" else ""),
@@ -60,7 +61,7 @@ def kernel_lines(kernels: tuple[KernelRecord, ...]) -> list[str]:
         found[kernel.op, kernel.provenance][kernel.width] += 1
     return [
         f"    {op:<20} {provenance:<12} "
-        + " ".join(f"w{w}" + (f"×{n}" if n > 1 else "") for w, n in sorted(widths.items()))
+        + " ".join(f"w{w}" + (f"x{n}" if n > 1 else "") for w, n in sorted(widths.items()))
         for (op, provenance), widths in sorted(found.items())
     ]
 

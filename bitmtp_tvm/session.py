@@ -162,7 +162,7 @@ class Session:
         return chosen.numpy()[: self._asked]
 
     def logits(self) -> np.ndarray:
-        """Logits float32 `(asked, vocab_size)` of the last `decode`, in the order of its logit_rows."""
+        """Logits of the last `decode`, float32 `(asked, vocab_size)` in its logit_rows' order."""
         if self._logits is None:
             raise ValueError("no decode step has run")
         return self._logits.numpy()[: self._asked]
@@ -182,8 +182,8 @@ class Session:
 
 
 def chunk_width(remaining: int, widths: Sequence[int]) -> int:
-    """Bucket for the next prefill chunk: one that holds all, if more than half of it is used, else the
-    largest full one, else the smallest."""
+    """Bucket for the next prefill chunk: one that holds all, if more than half of it is used, else
+    the largest full one, else the smallest."""
     for width in widths:
         if width >= remaining:
             if 2 * remaining > width:
@@ -202,8 +202,8 @@ def _visible_words(visible: np.ndarray | None, rows: int, width: int) -> np.ndar
     """Bit j % 32 of word j / 32: uint32 `(width, 2)`. Padding rows see themselves alone."""
     square = np.eye(width, 32 * VISIBLE_WORDS, dtype=bool)
     square[:rows, :rows] = np.tri(rows, dtype=bool) if visible is None else visible
-    bits = square.reshape(width, VISIBLE_WORDS, 32).astype(np.uint64) << np.arange(32, dtype=np.uint64)
-    return bits.sum(axis=-1).astype(np.uint32)
+    bits = square.reshape(width, VISIBLE_WORDS, 32).astype(np.uint64)
+    return (bits << np.arange(32, dtype=np.uint64)).sum(axis=-1).astype(np.uint32)
 
 
 def _free_memory(manifest: Manifest) -> int:

@@ -1,4 +1,4 @@
-"""Symbolic width -> one function per bucket, with kernels of static shapes that can be scheduled."""
+"""Symbolic width -> one function per bucket, with kernels of static shapes, ready to schedule."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +90,7 @@ def _without(mod: IRModule, names: set[str]) -> IRModule:
 
 
 def _result_shapes(call: relax.Call) -> list:
-    """Shapes of the results that are PrimFunc parameters of their own (in-place ones are arguments)."""
+    """Shapes of the results that are parameters of their own (in-place ones are arguments)."""
     out = call.ty_args[0]
     fields = list(out.fields) if isinstance(out, relax.TupleType) else [out]
     inplace = getattr(call.attrs, "inplace_indices", None) if call.attrs else None

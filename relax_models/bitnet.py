@@ -52,7 +52,7 @@ class BitNetLayer(nn.Module):
 
 
 class BitNet(nn.Module):
-    """The whole model: `decode` gives logits for the rows that ask, `prefill` only fills the cache."""
+    """The whole model: `decode` gives logits for the rows that ask, `prefill` fills the cache."""
 
     def __init__(self, config: ModelConfig, storage: Storage):
         self.config = config
@@ -88,8 +88,9 @@ class BitNet(nn.Module):
         return last.write_kv(h, rows, self.rope.table)[1]
 
     def export(self) -> tuple[IRModule, list[str]]:
-        """The Relax module with `decode` and `prefill` over symbolic dims `width` and `rows`, and the
-        names of the parameters that follow the inputs in both (KV caches end in `.kv.cache`)."""
+        """The Relax module with `decode` and `prefill` over symbolic dims `width` and `rows`, and
+        the names of the parameters that follow the inputs in both (KV caches end in `.kv.cache`).
+        """
         rows = {
             "tokens": spec.Tensor(["width"], "int32"),
             "position": spec.Tensor(["width"], "int32"),

@@ -30,7 +30,8 @@ class Rows:
     """The rows of one step, all in device memory.
 
     tokens, position: `(width,)` int32; boundary: `(1,)` int32, the slot of row 0; visible:
-    `(width, 2)` uint32, which rows of this step a row sees, or None for a plainly causal step (prefill).
+    `(width, 2)` uint32, which rows of this step a row sees, or None for a plainly causal step
+    (prefill).
     """
 
     tokens: Tensor
@@ -70,7 +71,7 @@ class NormQuantize(nn.Module):
 
 
 class LowBitLinear(nn.Module):
-    """A linear over ternary weights; `segments` are the rows of each original matrix in a fused one."""
+    """A linear over ternary weights; `segments` are the rows of each matrix in a fused one."""
 
     def __init__(self, segments: Sequence[int], size: int, storage: Storage, format_name: str):
         self.segments, self.size = tuple(segments), size
@@ -91,7 +92,10 @@ class LowBitLinear(nn.Module):
 
 
 class KVCache(nn.Module):
-    """One layer's part of the KV storage and RoPE: `cache` is `(2, kv_heads, slots, head_dim)` float16."""
+    """One layer's part of the KV storage, and RoPE.
+
+    `cache` is `(2, kv_heads, slots, head_dim)` float16.
+    """
 
     def __init__(self, config, storage: Storage):
         self.config, self.storage = config, storage
@@ -109,12 +113,15 @@ class KVCache(nn.Module):
             self.storage.slots,
         )
         shape = (qkv.shape[0], config.num_attention_heads, config.head_dim)
-        out = [Tensor.placeholder(shape, "float32"), Tensor.placeholder(self.cache.shape, "float16")]
+        out = [
+            Tensor.placeholder(shape, "float32"),
+            Tensor.placeholder(self.cache.shape, "float16"),
+        ]
         args = [qkv, rows.position, rows.boundary, rope, self.cache]
         return tensor_ir_inplace_op(func, "rope_kv_write", args, [-1, 4], out)
 
     def attend(self, q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
-        """Attention of every row over `cache` as `write` returned it: `(width, heads * head_dim)`."""
+        """Attention of every row over `cache` as `write` gave it: `(width, heads * head_dim)`."""
         config = self.config
         func = ops.attention(
             config.num_attention_heads,

@@ -1,12 +1,13 @@
 """The operations of low-bit models as TensorIR: what is computed, for any width, in plain loops.
 
-Each builder returns a private PrimFunc over a symbolic `width` (rows of one step), inputs first, results
-last. It carries its name in the attribute `bitmtp.op` and its settings in further `bitmtp.*` attributes;
-these and the order of the buffers are all that a schedule rule may rely on. The loops say what is meant
-and serve as the slow reference of the rules: no target runs them as they stand.
+Each builder returns a private PrimFunc over a symbolic `width` (rows of one step), inputs first,
+results last. It carries its name in the attribute `bitmtp.op` and its settings in further
+`bitmtp.*` attributes; these and the order of the buffers are all that a schedule rule may rely on.
+The loops say what is meant and serve as the slow reference of the rules: no target runs them as
+they stand.
 
-Floating-point sums are plain reductions here. A rule chooses one tree for them per target, the same at
-every width, so that a row's result does not depend on the bucket that it ran in.
+Floating-point sums are plain reductions here. A rule chooses one tree for them per target, the same
+at every width, so that a row's result does not depend on the bucket that it ran in.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from tvm.script import tirx as T
 from relax_models.formats import locate, packed_dtype, packed_shape, padded_k
 
 NEG_INF = -3.0e38
-"""Score of a slot that a row does not see: finite, so that the difference of two of them is no NaN."""
+"""Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
 
 MAX_VISIBLE = 64
 """Rows that one `visible` mask can speak of; wider steps are prefill and plainly causal."""
@@ -37,7 +38,9 @@ def _width() -> tirx.Var:
 
 
 def _from_bf16(bits: tirx.Expr) -> tirx.Expr:
-    return tirx.reinterpret("float32", tirx.shift_left(bits.astype("uint32"), tirx.const(16, "uint32")))
+    return tirx.reinterpret(
+        "float32", tirx.shift_left(bits.astype("uint32"), tirx.const(16, "uint32"))
+    )
 
 
 def _sum(shape: Sequence, extent, body, name: str) -> te.Tensor:
@@ -81,7 +84,9 @@ def _quantize(x: te.Tensor) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
 
     def code(i, k):
         rounded = tirx.nearbyint(x[i, k] * (tirx.const(127, "float32") / bound[i]))
-        clipped = tirx.max(tirx.min(rounded, tirx.const(127, "float32")), tirx.const(-128, "float32"))
+        clipped = tirx.max(
+            tirx.min(rounded, tirx.const(127, "float32")), tirx.const(-128, "float32")
+        )
         return tirx.if_then_else(k < size, clipped.astype("int8"), tirx.const(0, "int8"))
 
     q = te.compute((rows, padded), code, "q")
@@ -93,9 +98,9 @@ def _quantize(x: te.Tensor) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
 def norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
     """RMSNorm, then int8 quantisation with one scale a row (BitNet's absmax activations).
 
-    x `(width, size)` float32, weight `(size,)` float32 -> q `(width, padded_k(size))` int8 with zeros
-    behind `size`, scale `(width,)` float32 (what one unit of q stands for), total `(width,)` int32
-    (sum of q). q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
+    x `(width, size)` float32, weight `(size,)` float32 -> q `(width, padded_k(size))` int8 with
+    zeros behind `size`, scale `(width,)` float32 (what one unit of q stands for), total `(width,)`
+    int32 (sum of q). q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
     """
     x = te.placeholder((_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
@@ -105,8 +110,8 @@ def norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
 def gated_norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
     """The middle of BitNet's MLP: relu(gate)² · up, then RMSNorm and int8 quantisation.
 
-    gate_up `(width, 2 * size)` float32 (gate, then up), weight `(size,)` float32 -> q, scale, total as
-    `norm_quantize` gives them. float32 throughout: the square overflows float16.
+    gate_up `(width, 2 * size)` float32 (gate, then up), weight `(size,)` float32 -> q, scale, total
+    as `norm_quantize` gives them. float32 throughout: the square overflows float16.
     """
     width = _width()
     gate_up = te.placeholder((width, 2 * size), "float32", "gate_up")
@@ -127,10 +132,10 @@ def low_bit_linear(
     """int8 activations times ternary weights, exact in int32, one weight scale per original matrix.
 
     q, scale, total as `norm_quantize` gives them, weight packed in the layout of target `kind`
-    (relax_models/formats.py), weight_scale `(len(segments),)` float32 for the row ranges that `segments`
-    counts, residual `(width, sum(segments))` float32 if asked for ->
+    (relax_models/formats.py), weight_scale `(len(segments),)` float32 for the row ranges that
+    `segments` counts, residual `(width, sum(segments))` float32 if asked for ->
     y `(width, sum(segments))` float32
-    = (Σ code·q − total) · (scale · weight_scale) [+ residual], where code = weight + 1.
+    = (Σ code·q - total) · (scale · weight_scale) [+ residual], where code = weight + 1.
     """
     rows = sum(segments)
     width = _width()
@@ -178,11 +183,11 @@ def rope_kv_write(
 ) -> tirx.PrimFunc:
     """Rotate-half RoPE on q and k, and k and v of every row into the cache, in place.
 
-    qkv `(width, (num_heads + 2 * num_kv_heads) * head_dim)` float32, position `(width,)` int32, boundary
-    `(1,)` int32, table `(positions, head_dim / 2, 2)` float32 (cos, sin), cache
-    `(2, num_kv_heads, slots, head_dim)` float16 -> q `(width, num_heads, head_dim)` float32; row i's k
-    and v go to slot boundary + i. The caller keeps boundary + width <= slots and every position below
-    `positions`.
+    qkv `(width, (num_heads + 2 * num_kv_heads) * head_dim)` float32, position `(width,)` int32,
+    boundary `(1,)` int32, table `(positions, head_dim / 2, 2)` float32 (cos, sin), cache
+    `(2, num_kv_heads, slots, head_dim)` float16 -> q `(width, num_heads, head_dim)` float32; row
+    i's k and v go to slot boundary + i. The caller keeps boundary + width <= slots and every
+    position below `positions`.
     """
     half = head_dim // 2
     first_k = num_heads * head_dim
@@ -238,11 +243,11 @@ def attention(
 ) -> tirx.PrimFunc:
     """Grouped-query attention of the rows of one step over the shared cache.
 
-    q `(width, num_heads, head_dim)` float32, cache `(2, num_kv_heads, slots, head_dim)` float16, boundary
-    `(1,)` int32, and unless `causal` visible `(width, 2)` uint32 -> `(width, num_heads * head_dim)`
-    float32. Row i sees the slots below boundary, and slot boundary + j of this step where bit j % 32 of
-    visible[i, j / 32] is set; a causal step (prefill) sees j <= i. Every row must see itself. Slots from
-    boundary + width on are never read.
+    q `(width, num_heads, head_dim)` float32, cache `(2, num_kv_heads, slots, head_dim)` float16,
+    boundary `(1,)` int32, and unless `causal` visible `(width, 2)` uint32 ->
+    `(width, num_heads * head_dim)` float32. Row i sees the slots below boundary, and slot
+    boundary + j of this step where bit j % 32 of visible[i, j / 32] is set; a causal step (prefill)
+    sees j <= i. Every row must see itself. Slots from boundary + width on are never read.
     """
     width = _width()
     group = num_heads // num_kv_heads
@@ -276,12 +281,8 @@ def attention(
         "score",
     )
     slot = te.reduce_axis((0, slots), "t")
-    top = te.compute(
-        (width, num_heads), lambda i, h: te.max(score[i, h, slot], axis=slot), "top"
-    )
-    weight = te.compute(
-        dot.shape, lambda i, h, t: tirx.exp(score[i, h, t] - top[i, h]), "weight"
-    )
+    top = te.compute((width, num_heads), lambda i, h: te.max(score[i, h, slot], axis=slot), "top")
+    weight = te.compute(dot.shape, lambda i, h, t: tirx.exp(score[i, h, t] - top[i, h]), "weight")
     norm = _sum((width, num_heads), slots, lambda i, h, t: weight[i, h, t], "norm")
     mixed = _sum(
         (width, num_heads, head_dim),
@@ -301,8 +302,8 @@ def attention(
 def final_norm(size: int, eps: float) -> tirx.PrimFunc:
     """RMSNorm of the rows that ask for logits.
 
-    x `(width, size)` float32, weight `(size,)` float32, logit_rows `(rows,)` int32 -> `(rows, size)`
-    float32. An entry below 0 asks for nothing and gives zeros.
+    x `(width, size)` float32, weight `(size,)` float32, logit_rows `(rows,)` int32 ->
+    `(rows, size)` float32. An entry below 0 asks for nothing and gives zeros.
     """
     x = te.placeholder((_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
@@ -322,9 +323,9 @@ def final_norm(size: int, eps: float) -> tirx.PrimFunc:
 def head(vocab_size: int, size: int) -> tirx.PrimFunc:
     """Logits of the rows that ask for them, over a bfloat16 table, summed in float32.
 
-    x `(rows, size)` float32, table `(vocab_size, size)` uint16 (bfloat16 bits), logit_rows `(rows,)`
-    int32 -> logits `(rows, vocab_size)` float32; what stands in rows that ask for nothing (an entry
-    below 0) is not defined.
+    x `(rows, size)` float32, table `(vocab_size, size)` uint16 (bfloat16 bits), logit_rows
+    `(rows,)` int32 -> logits `(rows, vocab_size)` float32; what stands in rows that ask for nothing
+    (an entry below 0) is not defined.
     """
     rows = tirx.Var("rows", "int64")
     x = te.placeholder((rows, size), "float32", "x")
@@ -339,11 +340,17 @@ def head(vocab_size: int, size: int) -> tirx.PrimFunc:
     return _stamped([x, table, logit_rows, logits], "head")
 
 
+def is_nan(x: tirx.Expr) -> tirx.Expr:
+    """True for a float32 NaN, asked of its bits: TVM takes `x == x` for granted."""
+    magnitude = tirx.reinterpret("uint32", x) & tirx.const(0x7FFFFFFF, "uint32")
+    return magnitude > tirx.const(0x7F800000, "uint32")
+
+
 def greedy(vocab_size: int) -> tirx.PrimFunc:
     """The token with the largest logit, the lowest id where several share it.
 
-    logits `(rows, vocab_size)` float32, logit_rows `(rows,)` int32 -> tokens `(rows,)` int32; -1 for a
-    row that asks for nothing, for one with a NaN and for one without a finite logit.
+    logits `(rows, vocab_size)` float32, logit_rows `(rows,)` int32 -> tokens `(rows,)` int32; -1
+    for a row that asks for nothing, for one with a NaN and for one without a finite logit.
     """
 
     @T.prim_func(private=True, s_tir=True)
@@ -361,7 +368,7 @@ def greedy(vocab_size: int) -> tirx.PrimFunc:
                 best[vi] = T.min_value("float32")
                 broken[vi] = logit_rows[vi] < 0
                 for v in range(vocab_size):
-                    if logits[vi, v] != logits[vi, v]:
+                    if is_nan(logits[vi, v]):
                         broken[vi] = T.bool(True)
                     if logits[vi, v] > best[vi]:
                         best[vi] = logits[vi, v]

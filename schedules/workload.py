@@ -15,8 +15,8 @@ NEG_INF = -3.0e38
 class Workload:
     """One stamped operation at static shapes.
 
-    op: `bitmtp.op`; settings: the other `bitmtp.*` attributes as Python values; shapes, dtypes: of the
-    buffers in the order of the parameters, inputs first.
+    op: `bitmtp.op`; settings: the other `bitmtp.*` attributes as Python values; shapes, dtypes: of
+    the buffers in the order of the parameters, inputs first.
     """
 
     op: str
@@ -76,3 +76,9 @@ def segment_scale(weight_scale: tirx.Var, n, segments: list[int]):
         first += rows
         value = tirx.if_then_else(n >= first, weight_scale[i + 1], value)
     return value
+
+
+def is_nan(x):
+    """True for a float32 NaN, asked of its bits: TVM takes `x == x` for granted."""
+    magnitude = tirx.reinterpret("uint32", x) & tirx.const(0x7FFFFFFF, "uint32")
+    return magnitude > tirx.const(0x7F800000, "uint32")

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from bitnet_checkpoint import (
 )
 from tokenizers import Tokenizer
 
-from bitmtp_tvm.checkpoint import open_checkpoint
+from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
 from bitmtp_tvm.reference import (
     ReferenceModel,
     attention,
@@ -28,6 +29,7 @@ from bitmtp_tvm.reference import (
     rope,
 )
 from bitmtp_tvm.weights import pack_parameters, rope_table
+from relax_models.config import PRESETS
 from relax_models.formats import LAYOUTS, bf16_bits
 
 TEXT = 'def fibonacci(n):\n    """The n-th number."""\n    if n < 2:\n        return n\n'
@@ -148,6 +150,16 @@ def test_every_attention_is_that_of_transformers(pair, trace):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-5 * np.abs(wanted).max())
 
 
+def test_rope_table_is_that_of_transformers_far_out(pair):
+    ours, model, _ = pair
+    rows, half = 4096, ours.config.head_dim // 2
+    like = torch.zeros(1, dtype=torch.float32)
+    wanted = model.model.rotary_emb(like, torch.arange(rows)[None])
+    table = rope_table(ours.config, rows)
+    for part in range(2):
+        np.testing.assert_allclose(table[..., part], wanted[part][0, :, :half], atol=1e-6)
+
+
 def test_every_gate_is_that_of_transformers(pair, trace):
     ours, model, _ = pair
     for i in layers_of(pair):
@@ -226,6 +238,17 @@ def test_half_cache_rounds_through_float16(odd, tokens):
     np.testing.assert_array_equal(half.keys[0], wanted)
 
 
+def test_random_weights_keep_everything_of_order_one():
+    config = replace(PRESETS["bitnet-2b"], vocab_size=500, hidden_size=256, intermediate_size=700)
+    config = replace(config, num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+    model = ReferenceModel.from_checkpoint(random_checkpoint(config), 16)
+    ids, cache = np.arange(16) * 31, model.new_cache(16)
+    logits = model.forward(ids, np.arange(16), 0, None, cache)
+    for values in (logits, cache.keys, cache.values):
+        assert 0.3 < values.std() < 3
+    assert len(set(greedy(logits))) > 8
+
+
 def test_attention_of_one_visible_slot_is_its_value():
     random = np.random.default_rng(0)
     q, k, v = (random.normal(size=s).astype(np.float32) for s in ((2, 4, 8), (2, 5, 8), (2, 5, 8)))
@@ -270,14 +293,14 @@ def test_rope_pairs_halves():
     assert rope(x, np.array([0]), table).tolist() == [[[-3.0, 2.0, 1.0, 4.0]]]
 
 
-def test_greedy_takes_the_lowest_of_equals_and_refuses_what_is_not_finite():
+def test_greedy_takes_the_lowest_of_equals_and_refuses_what_is_no_number():
     logits = np.zeros((6, 4), np.float32)
     logits[1] = [1, 3, 3, 2]
     logits[2, 1] = np.nan
     logits[3, 2] = np.inf
     logits[4] = -np.inf
     logits[5] = [-np.inf, -5, -4, -np.inf]
-    assert greedy(logits).tolist() == [0, 1, -1, -1, -1, 2]
+    assert greedy(logits).tolist() == [0, 1, -1, 2, -1, 2]
 
 
 def test_head_uses_the_embedding():

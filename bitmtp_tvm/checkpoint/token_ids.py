@@ -1,13 +1,16 @@
 """The special token ids of a Hugging Face directory, and what its tokenizer adds to a text."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
 from bitmtp_tvm.checkpoint.jsonfile import read_optional_json
 from bitmtp_tvm.errors import BitMTPError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ def read_token_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> 
     path = directory / "tokenizer.json"
     if not path.exists():
         return TokenIds(None, False, bos, tuple(dict.fromkeys(eos)))
-    tokenizer = _load_tokenizer(path, vocab_size)
+    tokenizer = _guarded(path, lambda: Tokenizer.from_file(str(path)))
+    _check_vocabulary(path, tokenizer, vocab_size)
     options_path = directory / "tokenizer_config.json"
     options = read_optional_json(options_path)
     eos += _named_end(options_path, options, tokenizer)
@@ -60,12 +64,18 @@ def _ids(path: Path, values: dict[str, Any], key: str, vocab_size: int) -> list[
     return ids
 
 
-def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
+def _guarded(path: Path, work: Callable[[], T]) -> T:
+    """What `work` gives; a fault of the tokenizers library becomes a BitMTPError about `path`."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    # The library raises plain Exception for every fault of the file.
-    except Exception as fault:
-        raise BitMTPError(f"{path} is not a tokenizer: {fault}") from fault
+        return work()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    # The library raises plain Exception, or for some damaged files a panic that is not even that.
+    except BaseException as fault:
+        raise BitMTPError(f"{path} is not a readable tokenizer: {fault}") from fault
+
+
+def _check_vocabulary(path: Path, tokenizer: Tokenizer, vocab_size: int) -> None:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
     token = max(vocabulary, key=vocabulary.__getitem__, default=None)
     if token is None:
@@ -75,7 +85,6 @@ def _load_tokenizer(path: Path, vocab_size: int) -> Tokenizer:
             f"{path}: token {token!r} has id {vocabulary[token]}, outside the {vocab_size} rows of "
             "the vocabulary"
         )
-    return tokenizer
 
 
 def _named_end(path: Path, options: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
@@ -99,7 +108,7 @@ def _adds_bos(
     With neither tokenizer_config.json (`options` None) nor post-processor nothing speaks against
     it, and a checkpoint that names a bos was trained with it.
     """
-    added = tokenizer.encode("", add_special_tokens=True).ids
+    added = _guarded(path, lambda: tokenizer.encode("", add_special_tokens=True).ids)
     if added and added != [bos]:
         raise BitMTPError(
             f"{path}: its post-processor adds the ids {added} to a text; only the bos, {bos}, is "

@@ -1,7 +1,7 @@
 """Attention on the processor: one query head of one row a task, three passes over its slots.
 
-The sum over slots runs in lanes by absolute slot number, and the mix adds slots in ascending order, so
-a row's result is the same in every bucket: slots that it does not see add exactly nothing.
+The sum over slots runs in lanes by absolute slot number, and the mix adds slots in ascending order,
+so a row's result is the same in every bucket: slots that it does not see add exactly nothing.
 """
 
 import tvm
@@ -77,9 +77,9 @@ def attention(
         for c in range(head_dim // chunk):
             mixed[span(0, chunk)] = splat(T.float32(0), chunk)
             for t in range(end(boundary, row)):
-                mixed[span(0, chunk)] = mixed[span(0, chunk)] + splat(
-                    score[t], chunk
-                ) * mix_step(cache, head, t, c * chunk)
+                mixed[span(0, chunk)] = mixed[span(0, chunk)] + splat(score[t], chunk) * mix_step(
+                    cache, head, t, c * chunk
+                )
             out[row, span(head * head_dim + c * chunk, chunk)] = mixed[span(0, chunk)] * splat(
                 top[0], chunk
             )

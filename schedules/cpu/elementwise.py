@@ -7,9 +7,7 @@ from schedules.cpu.vector import lanes_for
 from schedules.workload import Workload
 
 
-def embed(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
+def embed(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """See `relax_models.ops.embed`."""
     return _vectorized(func, ["hidden"])
 

@@ -5,12 +5,10 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.cpu.vector import from_bf16, group_for, lanes_for, span, splat, tree_sum
-from schedules.workload import Workload
+from schedules.workload import Workload, is_nan
 
 
-def head(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
+def head(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """See `relax_models.ops.head`. Up to four rows share one pass over the table."""
     (rows, size), (vocab_size, _) = work.shapes[:2]
     lanes, group = lanes_for(size), group_for(rows)
@@ -49,9 +47,7 @@ def head(
     return func
 
 
-def greedy(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
+def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """See `relax_models.ops.greedy`."""
     rows, vocab_size = work.shapes[0]
 
@@ -72,7 +68,7 @@ def greedy(
                 broken[0] = 0
                 if logit_rows[row] >= 0:
                     for v in range(vocab_size):
-                        if logits[row, v] != logits[row, v]:
+                        if is_nan(logits[row, v]):
                             broken[0] = 1
                         if logits[row, v] > best[0]:
                             best[0] = logits[row, v]

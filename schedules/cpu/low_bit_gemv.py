@@ -1,8 +1,8 @@
 """Ternary linear on the processor: codes unpacked in registers, 8-bit dot products, int32 sums.
 
-One task is a tile of 8 weight rows: its words stay in the first-level cache while groups of up to four
-activation rows pass over them. The layout is that of relax_models/formats.py for "llvm": a 32-byte word
-holds 8 rows x 4 codes four times over, two bits each.
+One task is a tile of 8 weight rows: its words stay in the first-level cache while groups of up to
+four activation rows pass over them. The layout is that of relax_models/formats.py for "llvm": a
+32-byte word holds 8 rows x 4 codes four times over, two bits each.
 """
 
 import tvm

@@ -44,9 +44,7 @@ def _quantizing(work: Workload, lanes: int, load) -> tirx.PrimFunc:
 
     def code(value, bound):
         scaled = T.nearbyint(value * splat(T.float32(127) / bound, lanes))
-        return T.Cast(
-            vector("int8", lanes), T.max(T.min(scaled, const(127.0)), const(-128.0))
-        )
+        return T.Cast(vector("int8", lanes), T.max(T.min(scaled, const(127.0)), const(-128.0)))
 
     def largest(buffer):
         values = [buffer[i] for i in range(lanes)]

@@ -90,8 +90,9 @@ def exp(x, lanes: int):
 class DotProduct:
     """How the processor multiplies rows of four codes by the same four activations.
 
-    A register of `codes` bytes holds `codes / 4` rows; their products are added to `lanes` partial sums
-    of `dtype`, which hold a block of 128 elements at most before `widened` gives one int32 a row.
+    A register of `codes` bytes holds `codes / 4` rows; their products are added to `lanes` partial
+    sums of `dtype`, which hold a block of 128 elements at most before `widened` gives one int32 a
+    row.
     """
 
     codes: int
@@ -108,7 +109,7 @@ class DotProduct:
         if self.dtype == "int32":
             name = "llvm.aarch64.neon.sdot.v4i32.v16i8"
             return T.call_llvm_pure_intrin("int32x4", name, partial, codes, x)
-        # Codes are at most 2, so a pair of products fits int16, and so does the sum of a block's 32.
+        # Codes are at most 2: a pair of products fits int16, and so does the sum of a block's 32.
         name = "llvm.x86.avx2.pmadd.ub.sw"
         return partial + T.call_llvm_pure_intrin("int16x16", name, codes, x)
 

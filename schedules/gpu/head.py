@@ -170,9 +170,7 @@ def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
             token[0] = candidate
 
     @T.macro
-    def across_warp(best, token):
-        other = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        candidate = T.sblock_alloc_buffer((1,), "int32", scope="local")
+    def across_warp(best, token, other, candidate):
         for level in T.unroll(5):
             other[0] = across(best[0], T.shift_right(16, level))
             candidate[0] = across(token[0], T.shift_right(16, level))
@@ -202,19 +200,23 @@ def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
                     thread = T.axis.spatial(threads, tx)
                     best = T.sblock_alloc_buffer((1,), "float32", scope="local")
                     token = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                    other = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                    candidate = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     bests = T.sblock_alloc_buffer((warps,), "float32", scope="shared")
                     candidates = T.sblock_alloc_buffer((warps,), "int32", scope="shared")
                     best[0] = T.min_value("float32")
                     token[0] = -1
                     if logit_rows[row] >= 0:
                         scan(logits, best, token, row, thread)
-                    across_warp(best, token)
+                    across_warp(best, token, other, candidate)
                     if thread % WARP == 0:
                         bests[thread // WARP] = best[0]
                         candidates[thread // WARP] = token[0]
                     T.tvm_storage_sync("shared")
                     for warp in T.unroll(warps):
-                        merge(best, token, bests[warp], candidates[warp])
+                        other[0] = bests[warp]
+                        candidate[0] = candidates[warp]
+                        merge(best, token, other[0], candidate[0])
                     if thread == 0:
                         tokens[row] = token[0]
 

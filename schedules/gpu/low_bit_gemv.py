@@ -187,6 +187,38 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
     def first_token_of(block):
         return block % groups * tokens
 
+    if work.settings["residual"]:
+
+        @T.prim_func(private=True, s_tir=True)
+        def added(
+            q: T.Buffer((width, padded), "int8"),
+            scale: T.Buffer((width,), "float32"),
+            total: T.Buffer((width,), "int32"),
+            weight: T.Buffer(weight_shape, "uint32"),
+            weight_scale: T.Buffer((len(segments),), "float32"),
+            residual: T.Buffer((width, columns), "float32"),
+            y: T.Buffer((width, columns), "float32"),
+        ):
+            for bx in T.thread_binding(grid, thread="blockIdx.x"):
+                for tx in T.thread_binding(threads, thread="threadIdx.x"):
+                    with T.sblock("linear"):
+                        block = T.axis.spatial(grid, bx)
+                        thread = T.axis.spatial(threads, tx)
+                        one_block(
+                            q,
+                            scale,
+                            total,
+                            weight,
+                            weight_scale,
+                            residual,
+                            y,
+                            first_tile_of(block),
+                            first_token_of(block),
+                            thread,
+                        )
+
+        return added
+
     @T.prim_func(private=True, s_tir=True)
     def plain(
         q: T.Buffer((width, padded), "int8"),
@@ -214,32 +246,4 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
                         thread,
                     )
 
-    @T.prim_func(private=True, s_tir=True)
-    def added(
-        q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width,), "float32"),
-        total: T.Buffer((width,), "int32"),
-        weight: T.Buffer(weight_shape, "uint32"),
-        weight_scale: T.Buffer((len(segments),), "float32"),
-        residual: T.Buffer((width, columns), "float32"),
-        y: T.Buffer((width, columns), "float32"),
-    ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("linear"):
-                    block = T.axis.spatial(grid, bx)
-                    thread = T.axis.spatial(threads, tx)
-                    one_block(
-                        q,
-                        scale,
-                        total,
-                        weight,
-                        weight_scale,
-                        residual,
-                        y,
-                        first_tile_of(block),
-                        first_token_of(block),
-                        thread,
-                    )
-
-    return added if work.settings["residual"] else plain
+    return plain

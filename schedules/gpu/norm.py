@@ -25,6 +25,7 @@ from schedules.workload import Workload
 
 LEAST_ABSMAX = struct.unpack("<i", struct.pack("<f", 1e-5))[0]
 """Bits of the least absmax. Bits of positive floats order as the floats do, with NaN above all."""
+INFINITY = 0x7F800000
 
 MOST_HELD = 64
 
@@ -125,8 +126,8 @@ def _quantizer(tile: RowTile, padded: int):
     def magnitude(value):
         return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
 
-    def code(value, bound):
-        rounded = T.nearbyint(value * (T.float32(127) / bound))
+    def code(value, factor):
+        rounded = T.nearbyint(value * factor)
         return T.Cast("int32", T.max(T.min(rounded, T.float32(127)), T.float32(-128)))
 
     def packed(codes, first):
@@ -144,6 +145,7 @@ def _quantizer(tile: RowTile, padded: int):
     def quantize(held, q, scale, total, row, thread):
         largest = T.sblock_alloc_buffer((1,), "int32", scope="local")
         bound = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
         codes = T.sblock_alloc_buffer((elements,), "int32", scope="local")
         count = T.sblock_alloc_buffer((1,), "int32", scope="local")
         magnitudes = T.sblock_alloc_buffer((tile.warps,), "int32", scope="shared")
@@ -153,9 +155,13 @@ def _quantizer(tile: RowTile, padded: int):
             largest[0] = T.max(largest[0], magnitude(held[i]))
         block_max(largest, magnitudes, tile.warps, thread)
         bound[0] = T.reinterpret("float32", largest[0])
+        # The scale tells of a NaN; the zeros behind the row stay zeros.
+        factor[0] = T.Select(
+            largest[0] > INFINITY, T.float32(0), T.float32(127) / bound[0]
+        )
         count[0] = 0
         for i in T.unroll(elements):
-            codes[i] = code(held[i], bound[0])
+            codes[i] = code(held[i], factor[0])
             count[0] = count[0] + codes[i]
         for turn in T.unroll(tile.turns):
             if tile.first(turn, thread) < padded:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from bitmtp_tvm.cache import cache_directory
 from bitmtp_tvm.errors import BitMTPError
 
 
@@ -19,8 +20,6 @@ def demo_artifact(verbose: bool = False) -> Path:
     The child's messages go to stderr. Raises `BitMTPError` when it fails or the cache directory
     cannot be written.
     """
-    from bitmtp_tvm.toolchain import cache_directory
-
     cache = cache_directory()
     directory = cache / cache_key()
     if not directory.is_dir():

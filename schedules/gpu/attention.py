@@ -83,7 +83,7 @@ def attention(
 def _sight(causal: bool, width: int):
     """What a row sees: expressions for the end of a block's slots, and for one slot of one row.
 
-    `masks` has MASK_WORDS words a pair, kept in registers.
+    `masks` has MASK_WORDS words a pair.
     """
 
     def end(boundary, last_row):
@@ -120,6 +120,12 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
 
     def exp(x):
         return T.call_pure_extern("float32", "expf", x)
+
+    @T.macro
+    def fetch_masks(visible, masks, first, thread):
+        if visible is not None:
+            if thread < pairs * MASK_WORDS:
+                masks[thread] = visible[row_of(first, thread // MASK_WORDS), thread % MASK_WORDS]
 
     @T.macro
     def fetch_queries(q, queries, kv, first, thread):
@@ -218,23 +224,19 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         add_values(cache, weight, acc, kv, slot, last_slot, lane)
 
     @T.macro
-    def start(visible, masks, top, norm, acc, first):
+    def start(top, norm, acc):
         for i in T.unroll(pairs):
             top[i] = T.float32(NEG_INF)
             norm[i] = T.float32(0)
-            if visible is not None:
-                for j in T.unroll(MASK_WORDS):
-                    masks[i * MASK_WORDS + j] = visible[row_of(first, i), j]
         for i in T.unroll(pairs * held):
             acc[i] = T.float32(0)
 
     @T.macro
-    def one_warp(cache, visible, queries, tops, norms, mixed, kv, first, boundary, warp, lane):
-        masks = T.sblock_alloc_buffer((pairs * MASK_WORDS,), "uint32", scope="local")
+    def one_warp(cache, masks, queries, tops, norms, mixed, kv, first, boundary, warp, lane):
         top = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
         norm = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
         acc = T.sblock_alloc_buffer((pairs * held,), "float32", scope="local")
-        start(visible, masks, top, norm, acc, first)
+        start(top, norm, acc)
         for turn in range(
             (end(boundary, row_of(first, pairs - 1)) + TILE - 1) // TILE // WARPS + 1
         ):
@@ -290,11 +292,13 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         tops = T.sblock_alloc_buffer((pairs * WARPS,), "float32", scope="shared")
         norms = T.sblock_alloc_buffer((pairs * WARPS,), "float32", scope="shared")
         mixed = T.sblock_alloc_buffer((pairs * WARPS * head_dim,), "float32", scope="shared")
+        masks = T.sblock_alloc_buffer((pairs * MASK_WORDS,), "uint32", scope="shared")
+        fetch_masks(visible, masks, first, thread)
         fetch_queries(q, queries, kv, first, thread)
         T.tvm_storage_sync("shared")
         one_warp(
             cache,
-            visible,
+            masks,
             queries,
             tops,
             norms,

@@ -27,7 +27,7 @@ LEAST_ABSMAX = struct.unpack("<i", struct.pack("<f", 1e-5))[0]
 """Bits of the least absmax. Bits of positive floats order as the floats do, with NaN above all."""
 INFINITY = 0x7F800000
 
-MOST_HELD = 64
+MOST_HELD = 32
 
 
 @dataclass(frozen=True)

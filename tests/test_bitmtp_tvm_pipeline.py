@@ -1,0 +1,53 @@
+"""The numbered passes: dumps, the kernels' records, the workspace, and what no rule serves."""
+
+import pytest
+import tvm
+from test_bitmtp_tvm_specialize import model
+
+from bitmtp_tvm import pipeline
+from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.specialize import buckets
+from bitmtp_tvm.targets import get_target, tvm_target
+from schedules import rule
+
+CPU = tvm_target(get_target("cpu"))
+
+
+def test_every_kernel_is_scheduled_and_on_record():
+    lowered = pipeline.lower(model()[0], buckets((1, 2), (4,)), CPU)
+    kernels = {
+        var.name_hint: func
+        for var, func in lowered.mod.functions.items()
+        if isinstance(func, tvm.tirx.PrimFunc)
+    }
+    records = {kernel.name: kernel for kernel in lowered.kernels}
+    assert set(records) <= set(kernels)
+    for name, kernel in records.items():
+        assert kernels[name].attrs["tirx.is_scheduled"]
+        assert kernel.provenance == "rule"
+        assert kernel.name.endswith(f"_w{kernel.width}")
+    assert {k.format for k in lowered.kernels if k.op == "low_bit_linear"} == {"bitnet-ternary"}
+
+
+def test_the_workspace_counts_what_a_step_allocates():
+    """The logits of the widest bucket alone are 2 x 40 float32; every block is at least a page."""
+    lowered = pipeline.lower(model()[0], buckets((1, 2), (4,)), CPU)
+    assert lowered.workspace % pipeline.PAGE == 0
+    assert 3 * pipeline.PAGE <= lowered.workspace <= 64 * pipeline.PAGE
+
+
+def test_a_dump_is_written_after_every_pass(tmp_path):
+    told = []
+    pipeline.lower(model()[0], buckets((1,), (2,)), CPU, tmp_path / "dump", told.append)
+    names = sorted(path.name for path in (tmp_path / "dump").iterdir())
+    assert names == [f"{i:02d}_{name}.py" for i, name in enumerate(told, start=1)]
+    assert told[:2] == ["specialize", "schedule"]
+    assert "decode_w1" in (tmp_path / "dump" / names[-1]).read_text()
+
+
+def test_an_operation_without_a_rule_is_an_error(monkeypatch):
+    rules = dict(rule.RULES["llvm"])
+    del rules["greedy"]
+    monkeypatch.setitem(rule.RULES, "llvm", rules)
+    with pytest.raises(BitMTPError, match=r"no schedule for greedy .* on llvm"):
+        pipeline.lower(model()[0], buckets((1,), (2,)), CPU)

@@ -11,9 +11,9 @@ from bitmtp_tvm.errors import BitMTPError
 def run(work: Callable[[], object], verbose: bool = False) -> int:
     """Run `work` and return the exit code of the command.
 
-    A `BitMTPError` or a refusal of the operating system becomes one line on stderr and its exit code
-    (2 for usage, 1 otherwise), with the traceback only when `verbose`. Ctrl-C gives 130; SIGTERM ends
-    the process with 143 after everything half written is removed.
+    A `BitMTPError` or a refusal of the operating system becomes one line on stderr and its exit
+    code (2 for usage, 1 otherwise), with the traceback only when `verbose`. Ctrl-C gives 130;
+    SIGTERM ends the process with 143 after everything half written is removed.
     """
     signal.signal(signal.SIGTERM, _terminate)
     try:
@@ -24,7 +24,7 @@ def run(work: Callable[[], object], verbose: bool = False) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of stdout went away (`… | head`): nothing is left to say, and nobody to say it to.
+        # The reader of stdout went away (`… | head`): there is nobody left to say anything to.
         sys.stderr.close()
         return 1
     except OSError as fault:

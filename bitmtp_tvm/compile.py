@@ -5,7 +5,7 @@ import math
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,17 +108,20 @@ def compile_model(options: CompileOptions) -> Manifest:
     """
     from bitmtp_tvm.artifact import LIBRARY, MANIFEST, write_artifact
 
+    from bitmtp_tvm.toolchain import require_compilers
+
     plan = make_plan(options)
+    # Before anything imports TVM, which would come up without its CUDA part, and before the work.
+    require_compilers(plan.target.kind)
+    from bitmtp_tvm.build import build
+
     with write_artifact(plan.directory) as folder, phases() as say:
         say("reading and packing the checkpoint")
         shards = write_shards(plan, folder)
-        say("lowering")
         lowered = lower_model(plan, options, say)
         manifest = make_manifest(plan, lowered, shards)
         text = manifest.to_json()
         (folder / MANIFEST).write_text(text)
-        from bitmtp_tvm.build import build
-
         report = build(
             lowered.mod,
             plan.target,
@@ -162,24 +165,23 @@ def find_checkpoint(options: CompileOptions) -> "Checkpoint":
 
 
 @contextmanager
-def phases() -> Iterator["Phases"]:
-    """A bar on stderr that names the phase, with the seconds that each took."""
-    with tqdm(total=Phases.COUNT, bar_format="{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}") as bar:
-        yield Phases(bar)
+def phases() -> Iterator[Callable[[str], None]]:
+    """A bar on stderr that is told each phase as it begins, and shows how many are done."""
+    from bitmtp_tvm.pipeline import PASSES
+
+    # Beside the passes: packing, compiling, linking, checking.
+    layout = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
+    with tqdm(total=PASSES + 4, bar_format=layout) as bar:
+        begun = 0
+
+        def say(name: str) -> None:
+            nonlocal begun
+            bar.update(begun - bar.n)
+            bar.set_description(name)
+            begun += 1
+
+        yield say
         bar.update(bar.total - bar.n)
-
-
-class Phases:
-    """Called with the name of each phase as it begins."""
-
-    COUNT = 19
-
-    def __init__(self, bar: "tqdm[None]") -> None:
-        self.bar = bar
-
-    def __call__(self, name: str) -> None:
-        self.bar.set_description(name)
-        self.bar.update()
 
 
 def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
@@ -191,12 +193,9 @@ def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
     return tuple(Shard(**record) for record in write_parameters(folder, bar))  # type: ignore[arg-type]
 
 
-def lower_model(plan: Plan, options: CompileOptions, say: Phases) -> "Lowered":
-    if plan.target.kind == "cuda":
-        from bitmtp_tvm.toolchain import prepare_cuda
-
-        # Before anything imports TVM, which otherwise comes up without its CUDA part.
-        prepare_cuda()
+def lower_model(
+    plan: Plan, options: CompileOptions, say: Callable[[str], None]
+) -> "Lowered":
     from bitmtp_tvm.pipeline import lower
     from bitmtp_tvm.specialize import buckets
     from bitmtp_tvm.targets import tvm_target

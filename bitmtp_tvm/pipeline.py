@@ -80,6 +80,9 @@ FINISHING: list[tuple[str, Pass]] = [
 ]
 
 
+PASSES = 2 + len(LOWERING) + 2 + len(FINISHING)
+
+
 def _schedule(mod: IRModule, target: TVMTarget, kernels: list[KernelRecord]) -> IRModule:
     """Put every kernel's scheduled form in its place and note where the schedule came from."""
     for var, func in mod.functions_items():

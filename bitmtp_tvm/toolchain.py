@@ -15,10 +15,18 @@ from pathlib import Path
 from bitmtp_tvm import elf
 from bitmtp_tvm.cache import cache_directory
 from bitmtp_tvm.errors import BitMTPError
-from bitmtp_tvm.libraries import load_tvm_cuda, tvm_cuda_library
-from bitmtp_tvm.nvrtc import INSTALL, register_nvrtc
+from bitmtp_tvm.libraries import import_tvm, load_tvm_cuda, tvm_cuda_library
+from bitmtp_tvm.nvrtc import INSTALL, include_directories, load_nvrtc, register_nvrtc
 
-__all__ = ["cache_directory", "cross_compiler", "prepare_cuda", "register_nvrtc", "versions", "zig"]
+__all__ = [
+    "cache_directory",
+    "cross_compiler",
+    "prepare_cuda",
+    "register_nvrtc",
+    "require_compilers",
+    "versions",
+    "zig",
+]
 
 # Nothing of libc is linked in, so this only keeps the linker from guessing by the build machine.
 GLIBC = "2.31"
@@ -43,15 +51,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+def zig_program() -> Path:
+    """The zig of the `ziglang` wheel; `BitMTPError` if it is not installed."""
+    spec = importlib.util.find_spec("ziglang")
+    if spec is None or spec.origin is None:
+        raise BitMTPError(f"the linker (ziglang) is not installed: {INSTALL}")
+    return Path(spec.origin).with_name("zig")
+
+
 def zig(arguments: Sequence[str], folder: Path) -> None:
     """Run the zig of the `ziglang` wheel in `folder`, deaf to the machine's environment.
 
     Raises `BitMTPError` with zig's own words when it fails.
     """
-    spec = importlib.util.find_spec("ziglang")
-    if spec is None or spec.origin is None:
-        raise BitMTPError(f"the linker (ziglang) is not installed: {INSTALL}")
-    program = Path(spec.origin).with_name("zig")
+    program = zig_program()
     # Zig insists on a cache; nothing here takes long enough to be worth keeping in one.
     with tempfile.TemporaryDirectory() as cache:
         environment = {"ZIG_GLOBAL_CACHE_DIR": cache, "ZIG_LOCAL_CACHE_DIR": cache}
@@ -83,6 +96,20 @@ def cross_compiler(triple: str) -> Callable[..., None]:
     return link
 
 
+def require_compilers(kind: str) -> None:
+    """Make sure, before any work, that all that a target of `kind` is built with is installed.
+
+    Raises `BitMTPError` that names what is missing and how to get it.
+    """
+    zig_program()
+    if kind == "cuda":
+        load_nvrtc()
+        include_directories()
+        prepare_cuda()
+    else:
+        _check_tvm_compiler()
+
+
 def prepare_cuda() -> None:
     """Make TVM able to compile CUDA here, on a machine with or without a GPU.
 
@@ -95,6 +122,11 @@ def prepare_cuda() -> None:
             "TVM_COMPILE_FORCE_FALLBACK makes TVM pack source text, not machine code: unset it"
         )
     load_tvm_cuda(make_stub=_driver_stub)
+    _check_tvm_compiler()
+
+
+def _check_tvm_compiler() -> None:
+    import_tvm()
     import tvm
 
     if tvm.base._RUNTIME_ONLY:

@@ -144,7 +144,11 @@ def _write_shard(
 ) -> dict[str, str | int]:
     path = directory / f"params-{number:05d}.safetensors"
     try:
+        # The library makes files that only their owner can read; keep what the umask says instead.
+        path.touch()
+        mode = path.stat().st_mode
         save_file(tensors, path)
+        path.chmod(mode)
         digest = _sha256(path)
         return {"file": path.name, "bytes": path.stat().st_size, "sha256": digest}
     except (OSError, SafetensorError) as fault:

@@ -6,6 +6,10 @@ import subprocess
 import pytest
 from imports import ROOT, modules, names_used, within
 
+from bitmtp_tvm import compile as compile_command
+from bitmtp_tvm import generate as generate_command
+from bitmtp_tvm.targets import TARGETS
+
 # What runs a compiled model, and needs no compiler: it is closed under import.
 RUNTIME = {
     f"bitmtp_tvm.{name}"
@@ -126,6 +130,25 @@ def test_a_readme_command_is_one_line_that_runs_from_a_new_clone():
     assert len(made) == 2
     rest = [line for line in commands if line not in made]
     assert all(line.startswith(".venv/bin/") for line in rest)
+
+
+def table_of(heading):
+    """First cells, without backticks, of the table below a heading of the README."""
+    text = (ROOT / "README.md").read_text()
+    section = text.split(f"{heading}\n")[1].split("\n#")[0]
+    return re.findall(r"^\| `([^` ]+)", section, re.MULTILINE)
+
+
+def test_the_readme_lists_every_target():
+    assert table_of("## Targets") == ["--target", *TARGETS]
+
+
+@pytest.mark.parametrize("command", [compile_command, generate_command])
+def test_the_readme_lists_every_option(command, capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--help"])
+    options = re.findall(r"^  (-[^ ,]+)", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(table_of(f"### `python -m {command.__name__}`")) == sorted(set(options) - {"-h"})
 
 
 def test_the_changelog_starts_with_the_version_of_the_package():

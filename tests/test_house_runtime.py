@@ -21,7 +21,8 @@ result = Engine(sys.argv[1]).generate("def f(", max_new_tokens=4).result()
 assert len(result.token_ids) == 4 and result.text
 import tvm
 assert tvm.base._RUNTIME_ONLY
-loaded = [name for name in sys.modules if name.startswith(("tvm.relax", "relax_models", "schedules"))]
+compiler = ("tvm.relax", "relax_models", "schedules")
+loaded = [name for name in sys.modules if name.startswith(compiler)]
 assert not loaded, loaded
 """
 
@@ -57,7 +58,7 @@ def run(directory: Path, **environment: str) -> None:
 
 
 def without_compiler(folder: Path) -> Path:
-    """A site folder whose `tvm` is the installed one, file by file, but for the compiler library."""
+    """A site folder whose `tvm` is the installed one, file by file, but for its compiler."""
     installed = tvm_library_directory()
     assert (installed / COMPILER_LIBRARY).exists()
     copy = folder / "tvm" / "lib"

@@ -17,9 +17,11 @@ from schedules.gpu.thread import (
     STATIC_SHARED_BYTES,
     WARP,
     ceil_div,
+    constant,
     fma,
     from_lane,
     mul,
+    rolled,
     span,
     vector_width,
     warp_max,
@@ -37,18 +39,23 @@ NEG_INF = -3.0e38
 
 MASK_WORDS = 2
 MAX_VISIBLE = 32 * MASK_WORDS
-MOST_PAIRS = 8
+# Counts in between make the compiler spill a register or two for the sake of occupancy.
+PAIRS = (8, 2, 1)
 ENOUGH_BLOCKS = 64
 SLOTS_AHEAD = 8
 
 
 @dataclass(frozen=True)
 class AttentionTile:
-    """pairs: (row, head) pairs of a block; key, value: float16 elements of one load of a lane;
-    value_turns: loads of a lane for the values of one slot."""
+    """How much a block and a lane take at once; nothing here is part of the tree.
+
+    pairs: (row, head) pairs of a block; key, value: float16 elements of one load of a lane;
+    keys_ahead: loads of a key that a lane has in flight; value_turns: loads for a slot's value.
+    """
 
     pairs: int
     key: int
+    keys_ahead: int
     value: int
     value_turns: int
 
@@ -60,13 +67,15 @@ def choose_tile(width: int, group: int, kv_heads: int, head_dim: int) -> Attenti
     ValueError for a head that does not fit the shared memory.
     """
     shared = 4 * ((WARPS + 1) * head_dim + 2 * WARPS)
-    pairs = min(width * group * kv_heads // ENOUGH_BLOCKS, STATIC_SHARED_BYTES // shared)
     if shared > STATIC_SHARED_BYTES:
         raise ValueError(f"a head of {head_dim} elements is too long for the shared memory")
+    fitting = min(width * group * kv_heads // ENOUGH_BLOCKS, STATIC_SHARED_BYTES // shared)
+    pairs = next((pairs for pairs in PAIRS if pairs <= fitting), 1)
+    key = vector_width(head_dim, 8)
+    keys_ahead = vector_width(head_dim // key, 16 if pairs <= 2 else 4)
     value = next((v for v in (2, 4) if head_dim % v == 0 and head_dim <= v * WARP), 0)
     value = value or vector_width(head_dim, 8)
-    turns = ceil_div(head_dim, value * WARP)
-    return AttentionTile(max(1, min(pairs, MOST_PAIRS)), vector_width(head_dim, 8), value, turns)
+    return AttentionTile(pairs, key, keys_ahead, value, ceil_div(head_dim, value * WARP))
 
 
 def attention(
@@ -108,8 +117,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
     pairs, value, turns = tile.pairs, tile.value, tile.value_turns
     parts = ceil_div(width * group, pairs)
     held = turns * value
-    keys = head_dim // tile.key
-    keys_ahead = vector_width(keys, 4)
+    keys_ahead, step_size = tile.keys_ahead, tile.keys_ahead * tile.key
     end, sees = _sight(causal, width)
 
     def row_of(first, i):
@@ -140,24 +148,24 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
     @T.macro
     def dot_products(cache, queries, even, odd, kv, slot):
         """q · k of one slot a lane, even and odd elements apart."""
-        key = T.sblock_alloc_buffer((keys_ahead * tile.key,), "float16", scope="local")
+        key = T.sblock_alloc_buffer((step_size,), "float16", scope="local")
         for i in T.unroll(pairs):
             even[i] = T.float32(0)
             odd[i] = T.float32(0)
-        for step in range(keys // keys_ahead):
+        for step in rolled(head_dim // step_size):
             for j in T.unroll(keys_ahead):
                 key[span(j * tile.key, tile.key)] = cache[
-                    0, kv, slot, span((step * keys_ahead + j) * tile.key, tile.key)
+                    0, kv, slot, span(step * step_size + j * tile.key, tile.key)
                 ]
             for i in T.unroll(pairs):
-                for d in T.unroll(keys_ahead * tile.key // 2):
+                for d in T.unroll(step_size // 2):
                     even[i] = fma(
-                        queries[i * head_dim + step * keys_ahead * tile.key + d * 2],
+                        queries[i * head_dim + step * step_size + d * 2],
                         T.Cast("float32", key[d * 2]),
                         even[i],
                     )
                     odd[i] = fma(
-                        queries[i * head_dim + step * keys_ahead * tile.key + d * 2 + 1],
+                        queries[i * head_dim + step * step_size + d * 2 + 1],
                         T.Cast("float32", key[d * 2 + 1]),
                         odd[i],
                     )
@@ -167,7 +175,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         """Scores of a tile to weights, -1 for a slot not seen; sums so far to the new maximum."""
         before = T.sblock_alloc_buffer((1,), "float32", scope="local")
         before[0] = top[i]
-        weight[i] = T.Select(seen, score, T.float32(NEG_INF))
+        weight[i] = T.Select(seen, score, constant(NEG_INF))
         top[i] = weight[i]
         warp_max(top, i)
         top[i] = T.max(before[0], top[i])
@@ -181,7 +189,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
     def add_values(cache, weight, acc, kv, first_slot, last_slot, lane):
         values = T.sblock_alloc_buffer((SLOTS_AHEAD * held,), "float16", scope="local")
         share = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        for step in range(TILE // SLOTS_AHEAD):
+        for step in rolled(TILE // SLOTS_AHEAD):
             for s in T.unroll(SLOTS_AHEAD):
                 for turn in T.unroll(turns):
                     values[span(s * held + turn * value, value)] = cache[
@@ -211,7 +219,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         # Slots behind the last one hold nothing yet: such lanes read the last one, unseen.
         dot_products(cache, queries, even, odd, kv, T.min(slot + lane, last_slot))
         for i in T.unroll(pairs):
-            even[i] = mul(even[i] + odd[i], T.float32(head_dim**-0.5))
+            even[i] = mul(even[i] + odd[i], constant(head_dim**-0.5))
             weigh(
                 even[i],
                 weight,
@@ -226,7 +234,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
     @T.macro
     def start(top, norm, acc):
         for i in T.unroll(pairs):
-            top[i] = T.float32(NEG_INF)
+            top[i] = constant(NEG_INF)
             norm[i] = T.float32(0)
         for i in T.unroll(pairs * held):
             acc[i] = T.float32(0)
@@ -274,7 +282,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         norm = T.sblock_alloc_buffer((1,), "float32", scope="local")
         acc = T.sblock_alloc_buffer((1,), "float32", scope="local")
         factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        top[0] = T.float32(NEG_INF)
+        top[0] = constant(NEG_INF)
         norm[0] = T.float32(0)
         acc[0] = T.float32(0)
         for warp in T.unroll(WARPS):

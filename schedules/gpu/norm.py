@@ -16,6 +16,7 @@ from schedules.gpu.thread import (
     block_max,
     block_sum,
     ceil_div,
+    constant,
     fma,
     span,
     splat,
@@ -106,7 +107,7 @@ def _normalizer(tile: RowTile, size: int, eps: float, load):
         for i in T.unroll(tile.turns * vector):
             square[0] = fma(held[i], held[i], square[0])
         block_sum(square, squares, tile.warps, thread)
-        square[0] = T.float32(1) / T.sqrt(square[0] / T.float32(size) + T.float32(eps))
+        square[0] = T.float32(1) / T.sqrt(square[0] / T.float32(size) + constant(eps))
         for turn in T.unroll(tile.turns):
             held[span(turn * vector, vector)] = T.if_then_else(
                 tile.first(turn, thread) < size,

@@ -6,6 +6,7 @@ from one kernel to the next which product and sum it fuses.
 """
 
 import math
+import struct
 
 from tvm.script import tirx as T
 
@@ -38,6 +39,16 @@ def vector(dtype: str, lanes: int) -> str:
 def splat(value, lanes: int):
     """`value` in every lane."""
     return T.Broadcast(value, lanes) if lanes > 1 else value
+
+
+def constant(value: float):
+    """A float32 constant, rounded here so that the generated text names it exactly."""
+    return T.float32(struct.unpack("<f", struct.pack("<f", value))[0])
+
+
+def rolled(extent: int):
+    """A loop that the compiler does not unroll, where more loads in flight would cost registers."""
+    return T.serial(extent, annotations={"disable_unroll": True})
 
 
 def fma(a, b, c):

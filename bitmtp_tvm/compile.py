@@ -16,7 +16,14 @@ from tqdm import tqdm
 
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import UsageError
-from bitmtp_tvm.manifest import KVLayout, Manifest, MemoryPlan, Shard, TokenizerInfo
+from bitmtp_tvm.manifest import (
+    KVLayout,
+    Manifest,
+    MemoryPlan,
+    Shard,
+    TokenizerInfo,
+    allocated,
+)
 from bitmtp_tvm.report import print_report
 from bitmtp_tvm.targets import TARGETS, Target, get_target
 
@@ -107,7 +114,6 @@ def compile_model(options: CompileOptions) -> Manifest:
     The directory appears only when everything in it is complete. Raises `BitMTPError`.
     """
     from bitmtp_tvm.artifact import LIBRARY, MANIFEST, write_artifact
-
     from bitmtp_tvm.toolchain import require_compilers
 
     plan = make_plan(options)
@@ -193,9 +199,7 @@ def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
     return tuple(Shard(**record) for record in write_parameters(folder, bar))  # type: ignore[arg-type]
 
 
-def lower_model(
-    plan: Plan, options: CompileOptions, say: Callable[[str], None]
-) -> "Lowered":
+def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None]) -> "Lowered":
     from bitmtp_tvm.pipeline import lower
     from bitmtp_tvm.specialize import buckets
     from bitmtp_tvm.targets import tvm_target
@@ -219,8 +223,11 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
     target, checkpoint = plan.target, plan.checkpoint
     config = checkpoint.config
     specs = parameter_specs(config, target.kind, plan.context)
-    parameters = sum(tensor_bytes(shape, dtype) for shape, dtype in specs.values())
-    kv = config.num_hidden_layers * tensor_bytes(plan.kv.shape, plan.kv.dtype)
+    parameters = [tensor_bytes(shape, dtype) for shape, dtype in specs.values()]
+    kv = config.num_hidden_layers * [tensor_bytes(plan.kv.shape, plan.kv.dtype)]
+    memory = MemoryPlan.of(
+        *(allocated(sizes, target.kind) for sizes in (parameters, kv, lowered.workspace))
+    )
     return Manifest(
         model=checkpoint.name,
         config=config.to_dict(),
@@ -238,7 +245,7 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
         context=plan.context,
         slots=plan.slots,
         kv=plan.kv,
-        memory=MemoryPlan.of(parameters, kv, lowered.workspace),
+        memory=memory,
         shards=shards,
         tokenizer=tokenizer_info(checkpoint),
         kernels=tuple(lowered.kernels),

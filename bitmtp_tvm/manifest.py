@@ -2,6 +2,7 @@
 
 import json
 import typing
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -23,7 +24,10 @@ class KVLayout:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes that the device needs to run the artifact; `total` is the sum of the others."""
+    """Bytes that the device sets aside to run the artifact, as `allocated` counts them.
+
+    `total` is the sum of the others. The driver's own context comes on top.
+    """
 
     parameters: int
     kv: int
@@ -33,6 +37,20 @@ class MemoryPlan:
     @classmethod
     def of(cls, parameters: int, kv: int, workspace: int) -> "MemoryPlan":
         return cls(parameters, kv, workspace, parameters + kv + workspace)
+
+
+# cudaMalloc hands out pages of 2 MiB; only allocations below half of one share a page.
+CUDA_PAGE = 2 << 20
+
+
+def allocated(sizes: Iterable[int], kind: str) -> int:
+    """Bytes that separate allocations of `sizes` bytes take from the memory of a target kind."""
+    if kind != "cuda":
+        return sum(sizes)
+    sizes = list(sizes)
+    small = sum(size for size in sizes if size < CUDA_PAGE // 2)
+    large = [size for size in sizes if size >= CUDA_PAGE // 2]
+    return sum(-(-size // CUDA_PAGE) * CUDA_PAGE for size in [*large, small])
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ PAGE = 4096
 
 @dataclass
 class Lowered:
-    """What the passes leave behind: the module, one record a kernel, the workspace in bytes."""
+    """What the passes leave behind: the module, one record a kernel, and the sizes in bytes of the
+    blocks that the allocator ends up with."""
 
     mod: IRModule
     kernels: list[KernelRecord] = field(default_factory=list)
-    workspace: int = 0
+    workspace: list[int] = field(default_factory=list)
 
 
 Pass = Callable[[IRModule], IRModule]
@@ -105,13 +106,13 @@ def _record(name: str, work) -> KernelRecord:
 
 
 def _plan_workspace(mod: IRModule, result: Lowered) -> IRModule:
-    """Bytes that the pooled allocator ends up with: freed blocks serve other functions by size."""
+    """The blocks of the pooled allocator: freed ones serve the other functions by their size."""
     pool: dict[int, int] = {}
     for func in mod.functions.values():
         if isinstance(func, relax.Function):
             for size, count in _blocks(func).items():
                 pool[size] = max(pool.get(size, 0), count)
-    result.workspace = sum(size * count for size, count in pool.items())
+    result.workspace = [size for size, count in sorted(pool.items()) for _ in range(count)]
     return mod
 
 

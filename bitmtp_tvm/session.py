@@ -69,7 +69,7 @@ class Session:
         self._asked = 0
 
     def _load(self, artifact: Artifact, progress: Progress | None) -> Iterator[tuple[str, Any]]:
-        total, done = artifact.manifest.memory.parameters, 0
+        total, done = sum(shard.bytes for shard in artifact.manifest.shards), 0
         for name, array in read_parameters(artifact.directory, artifact.manifest.shards):
             yield name.replace(".", "_"), self._tvm.runtime.tensor(array, self._device)
             done += array.nbytes

@@ -14,7 +14,9 @@ CPU = tvm_target(get_target("cpu"))
 
 
 def build(func: tirx.PrimFunc, target: tvm.target.Target = CPU):
-    return tirx.build(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target=target)
+    return tirx.build(
+        tvm.IRModule({"main": func.with_attr("global_symbol", "main")}), target=target
+    )
 
 
 def scheduled(func: tirx.PrimFunc, **dims: int) -> tirx.PrimFunc:

@@ -1,4 +1,4 @@
-"""The compile command: what it writes, what it prints, and what it refuses before writing anything."""
+"""The compile command: what it writes, what it prints, and what it refuses beforehand."""
 
 import json
 import shutil

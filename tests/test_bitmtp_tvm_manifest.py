@@ -5,7 +5,14 @@ import pytest
 from tiny_artifact import manifest_for
 
 from bitmtp_tvm.errors import BitMTPError
-from bitmtp_tvm.manifest import MARKER, Manifest, MemoryPlan, Shard, embedded_manifest
+from bitmtp_tvm.manifest import (
+    MARKER,
+    Manifest,
+    MemoryPlan,
+    Shard,
+    allocated,
+    embedded_manifest,
+)
 from bitmtp_tvm.targets import get_target
 
 MANIFEST = manifest_for(get_target("orin"), (Shard("a", 12, "ff"), Shard("b", 3, "ee")))
@@ -79,3 +86,12 @@ def test_libraries_without_one_whole_manifest(tmp_path, contents, message) -> No
 def test_a_missing_library_is_named(tmp_path: Path) -> None:
     with pytest.raises(BitMTPError, match=r"none\.so cannot be read"):
         embedded_manifest(tmp_path / "none.so")
+
+
+def test_allocations_of_a_gpu_are_counted_in_pages():
+    page = 2 << 20
+    assert allocated([page, page + 1, 3 * page], "cuda") == 6 * page
+    assert allocated([page // 2], "cuda") == page
+    assert allocated([100] * 1000, "cuda") == page
+    assert allocated([], "cuda") == 0
+    assert allocated([100, page + 1], "llvm") == page + 101

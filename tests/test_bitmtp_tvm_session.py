@@ -1,4 +1,4 @@
-"""The cpu artifact against transformers and the numpy twin, and the promises about slots and widths."""
+"""The cpu artifact against transformers and the numpy twin; the promises on slots and widths."""
 
 import numpy as np
 import pytest
@@ -136,9 +136,7 @@ def test_padding_and_stale_slots_change_nothing(case):
 def test_only_the_rows_that_ask_get_logits(case):
     case.session.decode(case.tokens[:3], range(3), 0, None, [2])
     assert case.session.logits().shape == (1, case.session.vocab_size)
-    assert np.array_equal(
-        case.session.logits()[0], decode_all(case.session, case.tokens[:3], 1)[2]
-    )
+    assert np.array_equal(case.session.logits()[0], decode_all(case.session, case.tokens[:3], 1)[2])
 
 
 def test_slots_outside_the_context_are_refused(case):

@@ -190,9 +190,7 @@ def test_rope_and_kv_write(rng, head_dim):
     position = rng.integers(0, positions, width).astype(np.int32)
     table = normal(rng, positions, head_dim // 2, 2)
     before = normal(rng, 2, kv_heads, slots, head_dim).astype(np.float16)
-    func = scheduled(
-        ops.rope_kv_write(heads, kv_heads, head_dim, positions, slots), width=width
-    )
+    func = scheduled(ops.rope_kv_write(heads, kv_heads, head_dim, positions, slots), width=width)
     arguments = [qkv, position, np.array([boundary], np.int32), table, before]
     result = np.zeros((width, heads, head_dim), np.float32)
     *_, cache, q = run(func, [*arguments, result])

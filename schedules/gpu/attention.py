@@ -1,10 +1,11 @@
-"""Grouped-query attention over the shared cache on cuda: tiles of 32 slots, one tile a warp at a time.
+"""Grouped-query attention over the shared cache on cuda: a warp takes 32 slots at a time.
 
-A block serves up to eight (row, head) pairs of one key/value head. Tiles start at absolute multiples
-of 32 slots; tile t belongs to warp t mod 8, which keeps a running maximum, norm and weighted sum of
-values, and the block adds its warps up at the end in their order. So the tree of a row's sums
-depends on the slots that the row sees and on nothing else: a tile of which it sees nothing multiplies
-by exactly one and adds nothing, and how many rows share a block or a step does not matter.
+A block serves up to eight (row, head) pairs of one key/value head. Tiles start at absolute
+multiples of 32 slots; tile t belongs to warp t mod 8, which keeps a running maximum, norm and
+weighted sum of values, and the block adds its warps up at the end in their order. So the tree of a
+row's sums depends on the slots that the row sees and on nothing else: a tile of which it sees
+nothing multiplies by exactly one and adds nothing, and how many rows share a block or a step does
+not matter.
 """
 
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ TILE = WARP
 THREADS = WARPS * WARP
 
 NEG_INF = -3.0e38
-"""Score of a slot that a row does not see; finite, so that the difference of two of them is no NaN."""
+"""Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
 
 MASK_WORDS = 2
 MAX_VISIBLE = 32 * MASK_WORDS
@@ -101,7 +102,9 @@ def _sight(causal: bool, width: int):
     def sees(masks, pair, row, slot, boundary):
         if causal:
             return slot <= boundary + row
-        word = T.Select(slot - boundary < 32, masks[pair * MASK_WORDS], masks[pair * MASK_WORDS + 1])
+        word = T.Select(
+            slot - boundary < 32, masks[pair * MASK_WORDS], masks[pair * MASK_WORDS + 1]
+        )
         bit = T.shift_right(word, T.Cast("uint32", T.bitwise_and(slot - boundary, 31)))
         marked = T.bitwise_and(bit, T.uint32(1)) == T.uint32(1)
         return T.Or(slot < boundary, T.And(slot < boundary + width, marked))
@@ -271,9 +274,9 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
             for turn in T.unroll(turns):
                 if (turn * WARP + lane) * value < head_dim:
                     for j in T.unroll(value):
-                        mixed[
-                            (i * WARPS + warp) * head_dim + (turn * WARP + lane) * value + j
-                        ] = acc[i * held + turn * value + j]
+                        mixed[(i * WARPS + warp) * head_dim + (turn * WARP + lane) * value + j] = (
+                            acc[i * held + turn * value + j]
+                        )
 
     @T.macro
     def join(tops, norms, mixed, out, kv, first, i, d):

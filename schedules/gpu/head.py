@@ -1,7 +1,7 @@
 """Logits and their greedy token on cuda.
 
-A warp holds four rows of the table for up to eight activation rows; its lanes split the row. The tree
-of a dot product, lane by lane and then a butterfly, depends on the row's size alone.
+A warp holds four rows of the table for up to eight activation rows; its lanes split the row. The
+tree of a dot product, lane by lane and then a butterfly, depends on the row's size alone.
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,9 @@ def _head_template(work: Workload, tile: HeadTile) -> tirx.PrimFunc:
         bits = T.sblock_alloc_buffer((entries * vector,), "uint16", scope="local")
         values = T.sblock_alloc_buffer((vector,), "float32", scope="local")
         for e in T.unroll(entries):
-            bits[span(e * vector, vector)] = table[T.min(entry + e, vocab_size - 1), span(k, vector)]
+            bits[span(e * vector, vector)] = table[
+                T.min(entry + e, vocab_size - 1), span(k, vector)
+            ]
         for i in T.unroll(rows):
             for j in T.unroll(vector // part):
                 values[span(j * part, part)] = x[
@@ -140,7 +142,8 @@ def _any(conditions: list):
 def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """See `relax_models.ops.greedy`. A NaN anywhere in a row gives -1.
 
-    A NaN counts as +inf with the id -1, which wins over everything; equal logits go to the lower id.
+    A NaN counts as +inf with the id -1, which wins over everything; equal logits go to the lower
+    id.
     """
     rows, vocab_size = work.shapes[0]
     vector = vector_width(vocab_size, 4)

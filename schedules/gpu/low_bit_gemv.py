@@ -40,7 +40,7 @@ class LinearTile:
 
 
 def choose_tile(width: int, tiles: int, blocks: int) -> LinearTile:
-    """The tile for `width` activation rows, `tiles` tiles of 16 weight rows, `blocks` of 128 codes."""
+    """The tile for `width` activation rows and `tiles` x `blocks` tiles of 16 rows x 128 codes."""
     groups = ceil_div(width, MOST_TOKENS)
     tokens = ceil_div(width, groups)
     many = tiles * groups >= MANY_BLOCKS
@@ -48,7 +48,8 @@ def choose_tile(width: int, tiles: int, blocks: int) -> LinearTile:
     row_tiles = 2 if many and tokens >= 4 else 1
     per_warp = max(4 if many else 2, ceil_div(blocks, MOST_WARPS))
     warps = ceil_div(blocks, per_warp)
-    return LinearTile(tokens, row_tiles, warps, min(ceil_div(blocks, warps), MOST_AHEAD))
+    rounds = ceil_div(ceil_div(blocks, warps), MOST_AHEAD)
+    return LinearTile(tokens, row_tiles, warps, ceil_div(blocks, warps * rounds))
 
 
 def low_bit_linear(
@@ -85,7 +86,9 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
         return T.Select(block < blocks, codes, T.uint32(0))
 
     def four_codes(words, i, step, mask):
-        return T.reinterpret("int32", T.bitwise_and(T.shift_right(words[i], T.Cast("uint32", 2 * step)), mask))
+        return T.reinterpret(
+            "int32", T.bitwise_and(T.shift_right(words[i], T.Cast("uint32", 2 * step)), mask)
+        )
 
     def activations(q, token, block, lane, half):
         row, k = T.min(token, width - 1), T.min(block, blocks - 1) * K_BLOCK
@@ -175,9 +178,7 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
                 residual,
                 y,
                 token + (turn * threads + thread) // 8 % tokens,
-                first_tile * TILE
-                + (turn * threads + thread) // (8 * tokens) * 8
-                + thread % 8,
+                first_tile * TILE + (turn * threads + thread) // (8 * tokens) * 8 + thread % 8,
             )
 
     # Neighbouring blocks share their weights, so that these come from memory once.

@@ -33,7 +33,7 @@ MOST_HELD = 32
 
 @dataclass(frozen=True)
 class RowTile:
-    """How a row lies over a block: thread t holds elements `vector` * (t + i * threads).. of turn i."""
+    """How a row lies over a block: in turn i thread t holds `vector` elements from `first` on."""
 
     threads: int
     vector: int
@@ -157,9 +157,7 @@ def _quantizer(tile: RowTile, padded: int):
         block_max(largest, magnitudes, tile.warps, thread)
         bound[0] = T.reinterpret("float32", largest[0])
         # The scale tells of a NaN; the zeros behind the row stay zeros.
-        factor[0] = T.Select(
-            largest[0] > INFINITY, T.float32(0), T.float32(127) / bound[0]
-        )
+        factor[0] = T.Select(largest[0] > INFINITY, T.float32(0), T.float32(127) / bound[0])
         count[0] = 0
         for i in T.unroll(elements):
             codes[i] = code(held[i], factor[0])

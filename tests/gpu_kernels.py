@@ -1,0 +1,168 @@
+"""The GPU kernels of the tests: which there are, how they are built, how they run on numpy arrays.
+
+    python tests/gpu_kernels.py build DIR [--arch sm_90a]
+
+builds all of them into DIR/kernels.so; `pytest -m gpu --kernels DIR` runs them on a machine that has
+TVM's runtime alone. So nothing at the top of this file needs the compiler.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bitmtp_tvm.targets import TARGETS, Target
+
+EPS = 1e-5
+FORMAT = "bitnet-ternary"
+LIBRARY = "kernels.so"
+
+# Segments, K, residual; the shapes of the demo and of BitNet-2B, and ragged ones.
+LINEARS = [
+    ((512, 128, 128), 512, False),
+    ((512,), 1408, True),
+    ((2560, 640, 640), 2560, False),
+    ((2560,), 6912, True),
+    ((100, 30, 7), 200, True),
+    ((8704,), 640, False),
+]
+LINEAR_WIDTHS = (1, 3, 8, 16, 64, 130)
+NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
+NORM_WIDTHS = (1, 9)
+# Vocabulary, size.
+HEADS = [(8192, 512), (1001, 2560), (67, 77)]
+HEAD_ROWS = (1, 3, 8, 16, 64)
+VOCABULARIES = (8192, 128256, 1001)
+# Heads, key/value heads, head size.
+ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
+MASKED_WIDTHS = (1, 3, 8, 16, 64)
+CAUSAL_WIDTHS = (9, 130)
+SLOTS = 700
+POSITIONS = 90
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """`relax_models.ops.<op>(*arguments)` at the given dimensions."""
+
+    op: str
+    arguments: tuple
+    dims: tuple[tuple[str, int], ...]
+
+    @property
+    def name(self) -> str:
+        text = "_".join(map(str, (self.op, *self.arguments, *sum(self.dims, ()))))
+        return "".join(c if c.isalnum() else "_" for c in text)
+
+
+def kernel(op: str, *arguments: Any, **dims: int) -> Kernel:
+    return Kernel(op, arguments, tuple(dims.items()))
+
+
+def linear(segments: Sequence[int], size: int, residual: bool, width: int) -> Kernel:
+    arguments = (tuple(segments), size, "cuda", FORMAT, residual)
+    return kernel("low_bit_linear", *arguments, width=width)
+
+
+def attention(heads: int, kv_heads: int, head_dim: int, causal: bool, width: int) -> Kernel:
+    return kernel("attention", heads, kv_heads, head_dim, SLOTS, causal, width=width)
+
+
+def all_kernels() -> Iterator[Kernel]:
+    for (segments, size, residual), width in product(LINEARS, LINEAR_WIDTHS):
+        yield linear(segments, size, residual, width)
+    for size, width in product(NORM_SIZES, NORM_WIDTHS):
+        yield kernel("norm_quantize", size, EPS, width=width)
+        yield kernel("gated_norm_quantize", size, EPS, width=width)
+        yield kernel("final_norm", size, EPS, width=width, rows=width)
+        yield kernel("embed", 50, size, width=width)
+    for (vocab, size), rows in product(HEADS, HEAD_ROWS):
+        yield kernel("head", vocab, size, rows=rows)
+    for vocab in VOCABULARIES:
+        yield kernel("greedy", vocab, rows=8)
+    for shape in ATTENTIONS:
+        for width in (1, 9, 130):
+            yield kernel("rope_kv_write", *shape, POSITIONS, SLOTS, width=width)
+        for width in MASKED_WIDTHS:
+            yield attention(*shape, False, width)
+        for width in CAUSAL_WIDTHS:
+            yield attention(*shape, True, width)
+
+
+def target_for(arch: str) -> Target:
+    """A target of this arch whose host is an x86-64 machine."""
+    return next(t for t in TARGETS.values() if t.arch == arch and t.host_triple.startswith("x86"))
+
+
+def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
+    """An IRModule of the kernels as their rules make them, under their names."""
+    import tvm
+
+    from bitmtp_tvm.specialize import bind_dims
+    from bitmtp_tvm.targets import tvm_target
+    from relax_models import ops
+    from schedules import rule
+
+    made = {}
+    for item in kernels:
+        func = bind_dims(getattr(ops, item.op)(*item.arguments), dict(item.dims))
+        scheduled = rule.apply(func, tvm_target(target))
+        made[item.name] = scheduled.with_attr("global_symbol", item.name)
+    return tvm.IRModule(made)
+
+
+def build(directory: Path, arch: str) -> Path:
+    """Build every kernel for `arch` into one library; returns its path."""
+    from bitmtp_tvm.targets import tvm_target
+    from bitmtp_tvm.toolchain import cross_compiler, prepare_cuda, register_nvrtc
+
+    prepare_cuda()
+    register_nvrtc()
+    import tvm
+
+    target = target_for(arch)
+    with tvm_target(target) as described:
+        library = tvm.tirx.build(schedule(list(all_kernels()), target), target=described)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / LIBRARY
+    library.export_library(str(path), fcompile=cross_compiler(target.host_triple))
+    return path
+
+
+class Kernels:
+    """A built library on the device."""
+
+    def __init__(self, path: Path) -> None:
+        from bitmtp_tvm.libraries import load_tvm_cuda
+
+        load_tvm_cuda()
+        import tvm
+
+        self._runtime = tvm.runtime
+        self._device = tvm.cuda(0)
+        self._library = tvm.runtime.load_module(str(path))
+
+    def run(self, item: Kernel, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Call a kernel on copies of `arguments`; returns all of them afterwards."""
+        tensors = [
+            self._runtime.tensor(np.ascontiguousarray(array), self._device) for array in arguments
+        ]
+        self._library[item.name](*tensors)
+        return [tensor.numpy() for tensor in tensors]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("action", choices=["build"])
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--arch", default="sm_90a")
+    arguments = parser.parse_args(argv)
+    print(build(arguments.directory, arguments.arch))
+
+
+if __name__ == "__main__":
+    main()

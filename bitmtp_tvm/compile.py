@@ -176,7 +176,7 @@ def phases() -> Iterator[Callable[[str], None]]:
     from bitmtp_tvm.pipeline import PASSES
 
     # Beside the passes: packing, compiling, linking, checking.
-    layout = "{desc}: {n_fmt}/{total_fmt} {bar} {elapsed}"
+    layout = "{desc}{n_fmt}/{total_fmt} {bar} {elapsed}"
     with tqdm(total=PASSES + 4, bar_format=layout) as bar:
         begun = 0
 

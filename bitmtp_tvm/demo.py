@@ -84,8 +84,8 @@ def compile_demo(directory: Path, verbose: bool) -> None:
     if code or not directory.is_dir():
         raise BitMTPError(
             "the demo model could not be compiled, for the reason above: if the compiler is "
-            "missing, `pip install 'bitmtp-tvm[compile]'` brings it, and --artifact takes a model "
-            "that was compiled elsewhere"
+            "missing, `pip install -e '.[compile]'` in the checkout of this package brings it, and "
+            "--artifact takes a model that was compiled elsewhere"
         )
 
 

@@ -14,7 +14,7 @@ HEADERS = (
     # Generated code includes cuda/std/*.
     ("nvidia-cuda-cccl-cu12", "nvidia/cuda_cccl/include"),
 )
-INSTALL = "pip install 'bitmtp-tvm[compile]'"
+INSTALL = "pip install -e '.[compile]' in the checkout of this package"
 
 # What nvcc gives generated code for free and NVRTC does not.
 PREAMBLE = """\

@@ -2,8 +2,8 @@
 
     python tests/gpu_kernels.py build DIR [--arch sm_90a]
 
-builds all of them into DIR/kernels.so; `pytest -m gpu --kernels DIR` runs them on a machine that has
-TVM's runtime alone. So nothing at the top of this file needs the compiler.
+builds all of them into DIR/kernels.so; `pytest -m gpu --kernels DIR` runs them on a machine that
+has TVM's runtime alone. So nothing at the top of this file needs the compiler.
 """
 
 import argparse

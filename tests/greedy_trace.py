@@ -1,9 +1,9 @@
 """Record what an artifact answers greedily, and explain where another one answers differently.
 
-`python tests/greedy_trace.py record ARTIFACT PROMPTS TRACE` where the first artifact runs (PROMPTS: a
-JSON list of lists of token ids), then `… compare ARTIFACT TRACE` where the second does. A difference is
-explained by the two logits on either side: artifacts for different devices sum in different orders, so
-near ties may fall to either token.
+`python tests/greedy_trace.py record ARTIFACT PROMPTS TRACE` where the first artifact runs (PROMPTS:
+a JSON list of lists of token ids), then `… compare ARTIFACT TRACE` where the second does. A
+difference is explained by the two logits on either side: artifacts for different devices sum in
+different orders, so near ties may fall to either token.
 """
 
 import json
@@ -24,8 +24,11 @@ KEPT = 8
 
 @dataclass(frozen=True)
 class Difference:
-    """The first step at which two answers to a prompt part. `ours`, `theirs`: token, and the logits
-    that both artifacts give to our and to their token."""
+    """The first step at which two answers to a prompt part.
+
+    `ours`, `theirs`: the tokens chosen here and in the record; `our_logits`, `their_logits`: what
+    this artifact and the recorded one give to those two tokens.
+    """
 
     prompt: int
     step: int
@@ -36,10 +39,10 @@ class Difference:
 
     def __str__(self) -> str:
         (a, b), (c, d) = self.our_logits, self.their_logits
+        where = f"prompt {self.prompt}, step {self.step}"
         return (
-            f"prompt {self.prompt}, step {self.step}: recorded token {self.theirs}, here {self.ours}; "
-            f"recorded logits {d:.4f} against {c:.4f} (gap {d - c:.4f}), here {b:.4f} against {a:.4f} "
-            f"(gap {a - b:.4f})"
+            f"{where}: recorded token {self.theirs} ({d:.4f}, the other {c:.4f}, gap {d - c:.4f}), "
+            f"here token {self.ours} ({a:.4f}, the other {b:.4f}, gap {a - b:.4f})"
         )
 
 
@@ -55,7 +58,7 @@ def answer(session: Session, prompt: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 def record(session: Session, prompts: Sequence[Sequence[int]]) -> list[dict]:
-    """For each prompt: the prompt, and for each step the highest logits as [token, logit], best first."""
+    """For each prompt: itself, and for each step the highest logits, [token, logit], best first."""
     trace = []
     for prompt in prompts:
         steps = []
@@ -104,7 +107,9 @@ def main(verb: str, directory: str, source: str, target: str | None = None) -> N
     differences = compare(session, data)
     for difference in differences:
         print(difference)
-    print(f"{len(data) - len(differences)} of {len(data)} answers are equal over {NEW_TOKENS} tokens")
+    print(
+        f"{len(data) - len(differences)} of {len(data)} answers are equal over {NEW_TOKENS} tokens"
+    )
 
 
 if __name__ == "__main__":

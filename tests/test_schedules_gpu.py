@@ -13,7 +13,6 @@ from gpu_kernels import (
     ATTENTIONS,
     CAUSAL_WIDTHS,
     EPS,
-    FORMAT,
     HEAD_ROWS,
     HEADS,
     LINEAR_WIDTHS,
@@ -65,10 +64,9 @@ def model_kernels(hidden, ffn, heads, kv_heads, head_dim, vocab, width):
 
 
 def real_kernels():
-    for width in (1, 8, 16, 128):
+    for width in (1, 8, 128):
         yield from model_kernels(2560, 6912, 20, 5, 128, 128256, width)
-    for width in (1, 8):
-        yield from model_kernels(512, 1408, 8, 2, 64, 8192, width)
+    yield from model_kernels(512, 1408, 8, 2, 64, 8192, 8)
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +75,26 @@ def source():
     from bitmtp_tvm.toolchain import prepare_cuda, register_nvrtc
 
     prepare_cuda()
-    register_nvrtc()
     import tvm
+    import tvm.support.nvcc
     import tvm_ffi
 
     from bitmtp_tvm.targets import tvm_target
 
     target = gpu_kernels.target_for("sm_86")
     kept = []
-    # Compiled below, for every arch: the text does not depend on it.
-    tvm_ffi.register_global_func(
-        "tvm_callback_cuda_compile", lambda text: kept.append(text) or b"\x7fELF", override=True
-    )
-    with tvm_target(target) as described:
-        tvm.tirx.build(gpu_kernels.schedule(list(real_kernels()), target), target=described)
+
+    def keep(text):
+        # Compiled below, for every arch: the text does not depend on it.
+        kept.append(text)
+        return b"\x7fELF"
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", keep, override=True)
+    try:
+        with tvm_target(target) as described:
+            tvm.tirx.build(gpu_kernels.schedule(list(real_kernels()), target), target=described)
+    finally:
+        register_nvrtc()
     (text,) = kept
     return text
 
@@ -114,7 +118,6 @@ def test_a_rule_keeps_signature_and_stamp(op):
     func = bind_dims(getattr(ops, op)(*item.arguments), dict(item.dims))
     made = rule.apply(func, tvm_target(gpu_kernels.target_for("sm_90a")))
     assert read(made) == read(func)
-    assert [p.name for p in made.params] == [p.name.removesuffix("_") for p in func.params]
     assert made.attrs["tirx.is_scheduled"]
 
 
@@ -132,21 +135,19 @@ def test_kernels_of_the_real_shapes_compile_without_spills(source, arch):
 
 
 def test_weights_and_activations_are_loaded_by_16_bytes(source):
-    linears = re.findall(r"void \S+ low_bit_linear\w+\(.*?\) \{.*?\n\}", source, re.DOTALL)
-    assert len(linears) == 24
+    bodies = re.split(r'^extern "C" __global__ ', source, flags=re.MULTILINE)
+    linears = [b for b in bodies if re.search(r" low_bit_linear\w+\([^)]*\) \{", b)]
+    assert len(linears) == 16
     for text in linears:
         assert set(re.findall(r"\*\((\w+)\*\)\((?:weight|q)_ptr", text)) == {"uint4", "int4"}
         assert not re.search(r"(?<!total)(?:\bweight|\bq)_ptr\[", text)
 
 
 def test_tiles_fit_any_shape():
-    from schedules.gpu import attention, low_bit_gemv  # noqa: F401
+    from schedules.gpu.low_bit_gemv import choose_tile
 
-    import importlib
-
-    choose = importlib.import_module("schedules.gpu.low_bit_gemv").choose_tile
     for width, tiles, blocks in product((1, 7, 9, 64, 2048), (1, 160, 864), (1, 4, 11, 54, 172)):
-        tile = choose(width, tiles, blocks)
+        tile = choose_tile(width, tiles, blocks)
         assert tile.warps <= 16 and tile.tokens <= min(width, 8)
         assert tile.warps * tile.ahead * -(-blocks // (tile.warps * tile.ahead)) >= blocks
 

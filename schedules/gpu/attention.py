@@ -8,57 +8,34 @@ nothing multiplies by exactly one and adds nothing, and how many rows share a bl
 not matter.
 """
 
-from dataclasses import dataclass
-
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.attention_warp import (
+    MASK_WORDS,
+    NEG_INF,
+    WARPS,
+    AttentionTile,
+    Plan,
+    exp,
+    warp_pass,
+)
 from schedules.gpu.thread import (
     STATIC_SHARED_BYTES,
     WARP,
     ceil_div,
     constant,
     fma,
-    from_lane,
-    mul,
-    rolled,
-    span,
     vector_width,
-    warp_max,
-    warp_sum,
 )
 from schedules.workload import Workload
 
-# Part of the tree of the sums: the same for every width.
-WARPS = 8
-TILE = WARP
 THREADS = WARPS * WARP
-
-NEG_INF = -3.0e38
-"""Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
-
-MASK_WORDS = 2
 MAX_VISIBLE = 32 * MASK_WORDS
 # Counts in between make the compiler spill a register or two for the sake of occupancy.
 PAIRS = (8, 2, 1)
 ENOUGH_BLOCKS = 64
-SLOTS_AHEAD = 8
-
-
-@dataclass(frozen=True)
-class AttentionTile:
-    """How much a block and a lane take at once; nothing here is part of the tree.
-
-    pairs: (row, head) pairs of a block; key, value: float16 elements of one load of a lane;
-    keys_ahead: loads of a key that a lane has in flight; value_turns: loads for a slot's value.
-    """
-
-    pairs: int
-    key: int
-    keys_ahead: int
-    value: int
-    value_turns: int
 
 
 def choose_tile(width: int, group: int, kv_heads: int, head_dim: int) -> AttentionTile:
@@ -87,200 +64,47 @@ def attention(
     kv_heads = work.shapes[1][1]
     if not work.settings["causal"] and width > MAX_VISIBLE:
         raise ValueError(f"masks speak of {MAX_VISIBLE} rows at most, and this step has {width}")
-    return _template(work, choose_tile(width, heads // kv_heads, kv_heads, head_dim))
-
-
-def _sight(causal: bool, width: int):
-    """What a row sees: expressions for the end of a block's slots, and for one slot of one row.
-
-    `masks` has MASK_WORDS words a pair.
-    """
-
-    def end(boundary, last_row):
-        return boundary + last_row + 1 if causal else boundary + width
-
-    def sees(masks, pair, row, slot, boundary):
-        if causal:
-            return slot <= boundary + row
-        word = T.Select(
-            slot - boundary < 32, masks[pair * MASK_WORDS], masks[pair * MASK_WORDS + 1]
-        )
-        bit = T.shift_right(word, T.Cast("uint32", T.bitwise_and(slot - boundary, 31)))
-        marked = T.bitwise_and(bit, T.uint32(1)) == T.uint32(1)
-        return T.Or(slot < boundary, T.And(slot < boundary + width, marked))
-
-    return end, sees
-
-
-def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
-    width, heads, head_dim = work.shapes[0]
-    cache_shape = work.shapes[1]
-    kv_heads, causal = cache_shape[1], work.settings["causal"]
     group = heads // kv_heads
-    pairs, value, turns = tile.pairs, tile.value, tile.value_turns
-    parts = ceil_div(width * group, pairs)
-    held = turns * value
-    keys_ahead, step_size = tile.keys_ahead, tile.keys_ahead * tile.key
-    end, sees = _sight(causal, width)
+    tile = choose_tile(width, group, kv_heads, head_dim)
+    return _template(work, Plan(width, group, head_dim, work.settings["causal"], tile))
 
-    def row_of(first, i):
-        return T.min(first + i, width * group - 1) // group
 
-    def head_of(kv, first, i):
-        return kv * group + T.min(first + i, width * group - 1) % group
-
-    def exp(x):
-        return T.call_pure_extern("float32", "expf", x)
+def _fetch(plan: Plan):
+    """A macro that brings a block's masks and queries into shared memory."""
+    pairs, head_dim = plan.tile.pairs, plan.head_dim
 
     @T.macro
     def fetch_masks(visible, masks, first, thread):
         if visible is not None:
             if thread < pairs * MASK_WORDS:
-                masks[thread] = visible[row_of(first, thread // MASK_WORDS), thread % MASK_WORDS]
+                masks[thread] = visible[
+                    plan.row_of(first, thread // MASK_WORDS), thread % MASK_WORDS
+                ]
 
     @T.macro
     def fetch_queries(q, queries, kv, first, thread):
         for turn in T.unroll(ceil_div(pairs * head_dim, THREADS)):
             if turn * THREADS + thread < pairs * head_dim:
                 queries[turn * THREADS + thread] = q[
-                    row_of(first, (turn * THREADS + thread) // head_dim),
-                    head_of(kv, first, (turn * THREADS + thread) // head_dim),
+                    plan.row_of(first, (turn * THREADS + thread) // head_dim),
+                    plan.head_of(kv, first, (turn * THREADS + thread) // head_dim),
                     (turn * THREADS + thread) % head_dim,
                 ]
 
     @T.macro
-    def dot_products(cache, queries, even, odd, kv, slot):
-        """q · k of one slot a lane, even and odd elements apart."""
-        key = T.sblock_alloc_buffer((step_size,), "float16", scope="local")
-        for i in T.unroll(pairs):
-            even[i] = T.float32(0)
-            odd[i] = T.float32(0)
-        for step in rolled(head_dim // step_size):
-            for j in T.unroll(keys_ahead):
-                key[span(j * tile.key, tile.key)] = cache[
-                    0, kv, slot, span(step * step_size + j * tile.key, tile.key)
-                ]
-            for i in T.unroll(pairs):
-                for d in T.unroll(step_size // 2):
-                    even[i] = fma(
-                        queries[i * head_dim + step * step_size + d * 2],
-                        T.Cast("float32", key[d * 2]),
-                        even[i],
-                    )
-                    odd[i] = fma(
-                        queries[i * head_dim + step * step_size + d * 2 + 1],
-                        T.Cast("float32", key[d * 2 + 1]),
-                        odd[i],
-                    )
+    def fetch(q, visible, queries, masks, kv, first, thread):
+        fetch_masks(visible, masks, first, thread)
+        fetch_queries(q, queries, kv, first, thread)
 
-    @T.macro
-    def weigh(score, weight, top, norm, acc, i, seen):
-        """Scores of a tile to weights, -1 for a slot not seen; sums so far to the new maximum."""
-        before = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        before[0] = top[i]
-        weight[i] = T.Select(seen, score, constant(NEG_INF))
-        top[i] = weight[i]
-        warp_max(top, i)
-        top[i] = T.max(before[0], top[i])
-        weight[i] = T.Select(seen, exp(weight[i] - top[i]), T.float32(-1))
-        before[0] = exp(before[0] - top[i])
-        norm[i] = fma(norm[i], before[0], T.Select(seen, weight[i], T.float32(0)))
-        for j in T.unroll(held):
-            acc[i * held + j] = mul(acc[i * held + j], before[0])
+    return fetch
 
-    @T.macro
-    def add_values(cache, weight, acc, kv, first_slot, last_slot, lane):
-        values = T.sblock_alloc_buffer((SLOTS_AHEAD * held,), "float16", scope="local")
-        share = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        for step in rolled(TILE // SLOTS_AHEAD):
-            for s in T.unroll(SLOTS_AHEAD):
-                for turn in T.unroll(turns):
-                    values[span(s * held + turn * value, value)] = cache[
-                        1,
-                        kv,
-                        T.min(first_slot + step * SLOTS_AHEAD + s, last_slot),
-                        span(T.min((turn * WARP + lane) * value, head_dim - value), value),
-                    ]
-            for s in T.unroll(SLOTS_AHEAD):
-                for i in T.unroll(pairs):
-                    share[0] = from_lane(weight[i], step * SLOTS_AHEAD + s)
-                    # What a row does not see may be no number at all: it is not even multiplied.
-                    # A weight that is none itself has made the norm none.
-                    if share[0] >= T.float32(0):
-                        for j in T.unroll(held):
-                            acc[i * held + j] = fma(
-                                share[0],
-                                T.Cast("float32", values[s * held + j]),
-                                acc[i * held + j],
-                            )
 
-    @T.macro
-    def one_tile(cache, queries, masks, top, norm, acc, kv, first, boundary, slot, last_slot, lane):
-        even = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
-        odd = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
-        weight = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
-        # Slots behind the last one hold nothing yet: such lanes read the last one, unseen.
-        dot_products(cache, queries, even, odd, kv, T.min(slot + lane, last_slot))
-        for i in T.unroll(pairs):
-            even[i] = mul(even[i] + odd[i], constant(head_dim**-0.5))
-            weigh(
-                even[i],
-                weight,
-                top,
-                norm,
-                acc,
-                i,
-                sees(masks, i, row_of(first, i), slot + lane, boundary),
-            )
-        add_values(cache, weight, acc, kv, slot, last_slot, lane)
-
-    @T.macro
-    def start(top, norm, acc):
-        for i in T.unroll(pairs):
-            top[i] = constant(NEG_INF)
-            norm[i] = T.float32(0)
-        for i in T.unroll(pairs * held):
-            acc[i] = T.float32(0)
-
-    @T.macro
-    def one_warp(cache, masks, queries, tops, norms, mixed, kv, first, boundary, warp, lane):
-        top = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
-        norm = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
-        acc = T.sblock_alloc_buffer((pairs * held,), "float32", scope="local")
-        start(top, norm, acc)
-        for turn in range(
-            (end(boundary, row_of(first, pairs - 1)) + TILE - 1) // TILE // WARPS + 1
-        ):
-            if (turn * WARPS + warp) * TILE < end(boundary, row_of(first, pairs - 1)):
-                one_tile(
-                    cache,
-                    queries,
-                    masks,
-                    top,
-                    norm,
-                    acc,
-                    kv,
-                    first,
-                    boundary,
-                    (turn * WARPS + warp) * TILE,
-                    boundary + width - 1,
-                    lane,
-                )
-        for i in T.unroll(pairs):
-            warp_sum(norm, i, WARP)
-            if lane == 0:
-                tops[i * WARPS + warp] = top[i]
-                norms[i * WARPS + warp] = norm[i]
-            for turn in T.unroll(turns):
-                if (turn * WARP + lane) * value < head_dim:
-                    for j in T.unroll(value):
-                        mixed[(i * WARPS + warp) * head_dim + (turn * WARP + lane) * value + j] = (
-                            acc[i * held + turn * value + j]
-                        )
+def _join(plan: Plan):
+    """A macro that adds up a block's warps, in their order, for one element of one pair."""
+    head_dim = plan.head_dim
 
     @T.macro
     def join(tops, norms, mixed, out, kv, first, i, d):
-        """Element d of pair i: the warps' sums, brought to one maximum."""
         top = T.sblock_alloc_buffer((1,), "float32", scope="local")
         norm = T.sblock_alloc_buffer((1,), "float32", scope="local")
         acc = T.sblock_alloc_buffer((1,), "float32", scope="local")
@@ -294,8 +118,15 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
             factor[0] = exp(tops[i * WARPS + warp] - top[0])
             norm[0] = fma(norms[i * WARPS + warp], factor[0], norm[0])
             acc[0] = fma(mixed[(i * WARPS + warp) * head_dim + d], factor[0], acc[0])
-        if first + i < width * group:
-            out[row_of(first, i), head_of(kv, first, i) * head_dim + d] = acc[0] / norm[0]
+        if first + i < plan.pairs:
+            out[plan.row_of(first, i), plan.head_of(kv, first, i) * head_dim + d] = acc[0] / norm[0]
+
+    return join
+
+
+def _block(plan: Plan):
+    pairs, head_dim = plan.tile.pairs, plan.head_dim
+    fetch, one_warp, join = _fetch(plan), warp_pass(plan), _join(plan)
 
     @T.macro
     def one_block(q, cache, boundary, visible, out, kv, first, thread):
@@ -304,8 +135,7 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         norms = T.sblock_alloc_buffer((pairs * WARPS,), "float32", scope="shared")
         mixed = T.sblock_alloc_buffer((pairs * WARPS * head_dim,), "float32", scope="shared")
         masks = T.sblock_alloc_buffer((pairs * MASK_WORDS,), "uint32", scope="shared")
-        fetch_masks(visible, masks, first, thread)
-        fetch_queries(q, queries, kv, first, thread)
+        fetch(q, visible, queries, masks, kv, first, thread)
         T.tvm_storage_sync("shared")
         one_warp(
             cache,
@@ -334,7 +164,18 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
                     (turn * THREADS + thread) % head_dim,
                 )
 
-    if causal:
+    return one_block
+
+
+def _template(work: Workload, plan: Plan) -> tirx.PrimFunc:
+    width, heads, head_dim = work.shapes[0]
+    cache_shape = work.shapes[1]
+    pairs = plan.tile.pairs
+    parts = ceil_div(plan.pairs, pairs)
+    grid = cache_shape[1] * parts
+    one_block = _block(plan)
+
+    if plan.causal:
 
         @T.prim_func(private=True, s_tir=True)
         def plain(
@@ -343,10 +184,10 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
             boundary: T.Buffer((1,), "int32"),
             out: T.Buffer((width, heads * head_dim), "float32"),
         ):
-            for bx in T.thread_binding(kv_heads * parts, thread="blockIdx.x"):
+            for bx in T.thread_binding(grid, thread="blockIdx.x"):
                 for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
                     with T.sblock("attention"):
-                        block = T.axis.spatial(kv_heads * parts, bx)
+                        block = T.axis.spatial(grid, bx)
                         thread = T.axis.spatial(THREADS, tx)
                         one_block(
                             q,
@@ -369,10 +210,10 @@ def _template(work: Workload, tile: AttentionTile) -> tirx.PrimFunc:
         visible: T.Buffer((width, MASK_WORDS), "uint32"),
         out: T.Buffer((width, heads * head_dim), "float32"),
     ):
-        for bx in T.thread_binding(kv_heads * parts, thread="blockIdx.x"):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
             for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
                 with T.sblock("attention"):
-                    block = T.axis.spatial(kv_heads * parts, bx)
+                    block = T.axis.spatial(grid, bx)
                     thread = T.axis.spatial(THREADS, tx)
                     one_block(
                         q,

@@ -31,11 +31,6 @@ def span(base, lanes: int):
     return T.Ramp(base, 1, lanes) if lanes > 1 else base
 
 
-def vector(dtype: str, lanes: int) -> str:
-    """The name of a vector type: ("float32", 4) -> "float32x4"."""
-    return f"{dtype}x{lanes}" if lanes > 1 else dtype
-
-
 def splat(value, lanes: int):
     """`value` in every lane."""
     return T.Broadcast(value, lanes) if lanes > 1 else value

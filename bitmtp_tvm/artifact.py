@@ -42,6 +42,11 @@ class Artifact:
         name = self.manifest.tokenizer.file
         return self.directory / name if name else None
 
+    @property
+    def chat_template(self) -> Path | None:
+        name = self.manifest.tokenizer.chat_template
+        return self.directory / name if name else None
+
 
 def open_artifact(directory: Path) -> Artifact:
     """Check everything that needs no device, before anything is allocated.
@@ -49,7 +54,7 @@ def open_artifact(directory: Path) -> Artifact:
     In this order, each fault a `BitMTPError` of one sentence: manifest and library are there; the
     manifest is readable and equals the copy inside the library; the library is whole and for this
     kind of machine; the processor has the features it needs; TVM has the version that it was built
-    with; the parameters and the tokenizer are there, with their sizes.
+    with; the parameters, the tokenizer and the chat template are there, with their sizes.
     """
     manifest = _read_manifest(directory)
     artifact = Artifact(directory, manifest)
@@ -82,7 +87,8 @@ def _read_manifest(directory: Path) -> Manifest:
 
 def _check_files(artifact: Artifact) -> None:
     sizes = {shard.file: shard.bytes for shard in artifact.manifest.shards}
-    names = [*sizes, artifact.manifest.tokenizer.file]
+    text = artifact.manifest.tokenizer
+    names = [*sizes, text.file, text.chat_template]
     for name in filter(None, names):
         path = artifact.directory / name
         if not path.is_file():

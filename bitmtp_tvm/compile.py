@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,12 +25,15 @@ from bitmtp_tvm.manifest import (
 )
 from bitmtp_tvm.report import print_report
 from bitmtp_tvm.targets import TARGETS, Target, get_target
+from relax_models.quantizers import QUANTIZERS
 
 if TYPE_CHECKING:
     from bitmtp_tvm.checkpoint import Checkpoint
     from bitmtp_tvm.pipeline import Lowered
 
 DEMO = Path(__file__).parent / "assets" / "demo"
+TOKENIZER = "tokenizer.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 MOST_ROWS = 64
 """Widest decode bucket: a row's view of its step is one bit a row, in two words."""
 
@@ -43,6 +45,10 @@ class CompileOptions:
     target: str
     model: str | None = None
     random_weights: bool = False
+    quant: str | None = None
+    quant_threshold: float | None = None
+    mask_token_id: int | None = None
+    block_size: int | None = None
     context: int | None = None
     widths: tuple[int, ...] | None = None
     output: Path | None = None
@@ -83,11 +89,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="checkpoint directory (default: the demo), or with --random-weights a preset's name",
+        help="checkpoint: a Hugging Face directory or a GGUF file (default: the demo); with "
+        "--random-weights a preset's name",
     )
     parser.add_argument(
         "--random-weights", action="store_true", help="benchmark a preset's shapes, e.g. bitnet-2b"
     )
+    add_checkpoint_options(parser)
     parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's)")
     parser.add_argument(
         "--widths", type=widths, metavar="1,2,4", help="rows of the decode buckets, up to 64"
@@ -99,6 +107,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="list kernels, show tracebacks")
     options = CompileOptions(**vars(parser.parse_args(argv)))
     return run(lambda: compile_model(options), options.verbose)
+
+
+def add_checkpoint_options(parser: argparse.ArgumentParser) -> None:
+    """What a checkpoint's files may leave open: see `bitmtp_tvm.checkpoint.open_checkpoint`."""
+    parser.add_argument(
+        "--quant",
+        metavar="RULE",
+        help=f"how wide weights become low-bit, one of: {', '.join(QUANTIZERS)}",
+    )
+    parser.add_argument(
+        "--quant-threshold", type=float, metavar="T", help="threshold of the rule ternary-g128"
+    )
+    parser.add_argument(
+        "--mask-token-id", type=int, metavar="ID", help="mask token of a multi-token model"
+    )
+    parser.add_argument(
+        "--block-size", type=int, metavar="D", help="mask rows that it was trained with"
+    )
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -136,8 +162,7 @@ def compile_model(options: CompileOptions) -> Manifest:
             manifest=text,
             verbose=options.verbose,
         )
-        if plan.checkpoint.tokenizer:
-            shutil.copyfile(plan.checkpoint.tokenizer, folder / "tokenizer.json")
+        write_text_files(plan.checkpoint, folder)
     print_report(plan.directory, manifest, report, options.verbose)
     return manifest
 
@@ -167,7 +192,13 @@ def find_checkpoint(options: CompileOptions) -> "Checkpoint":
             f"{options.model} is a preset's name: add --random-weights for a benchmark of its "
             "shapes, or give the folder of a checkpoint"
         )
-    return open_checkpoint(Path(options.model) if options.model else DEMO)
+    return open_checkpoint(
+        Path(options.model) if options.model else DEMO,
+        quant=options.quant,
+        quant_threshold=options.quant_threshold,
+        mask_token_id=options.mask_token_id,
+        block_size=options.block_size,
+    )
 
 
 @contextmanager
@@ -218,7 +249,6 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
     from bitmtp_tvm.toolchain import versions
     from bitmtp_tvm.weights import parameter_specs
     from relax_models.formats import LAYOUT_VERSION
-    from relax_models.models import FORMAT_OF
 
     target, checkpoint = plan.target, plan.checkpoint
     config = checkpoint.config
@@ -231,7 +261,7 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
     return Manifest(
         model=checkpoint.name,
         config=config.to_dict(),
-        format=FORMAT_OF[config.architecture],
+        format=config.weight_format,
         layout_version=LAYOUT_VERSION,
         target=target.name,
         kind=target.kind,
@@ -257,14 +287,27 @@ def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
 
 
+def write_text_files(checkpoint: "Checkpoint", folder: Path) -> None:
+    """Write the tokenizer and the chat template, where the checkpoint has them."""
+    tokenizer = checkpoint.tokenizer_json()
+    if tokenizer is not None:
+        (folder / TOKENIZER).write_bytes(tokenizer)
+    if tokenizer is not None and checkpoint.chat_template is not None:
+        (folder / CHAT_TEMPLATE).write_bytes(checkpoint.chat_template.encode())
+
+
 def tokenizer_info(checkpoint: "Checkpoint") -> TokenizerInfo:
     mtp = checkpoint.config.mtp
+    has_text = checkpoint.tokenizer_json() is not None
+    has_template = has_text and checkpoint.chat_template is not None
     return TokenizerInfo(
-        file="tokenizer.json" if checkpoint.tokenizer else None,
+        file=TOKENIZER if has_text else None,
         add_bos=checkpoint.add_bos,
         bos_token_id=checkpoint.bos_token_id,
         eos_token_ids=tuple(checkpoint.eos_token_ids),
         mask_token_id=mtp.mask_token_id if mtp else None,
+        chat_template=CHAT_TEMPLATE if has_template else None,
+        special_tokens=dict(checkpoint.special_tokens),
     )
 
 

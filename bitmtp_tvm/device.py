@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from bitmtp_tvm.libraries import load_libcuda, tvm_cuda_library
 DRIVER_CUDA = {525: 12000, 580: 13000}
 
 _MAJOR, _MINOR, _INTEGRATED = 75, 76, 18
+
+# Linux's auxiliary vector on aarch64: the entry, and the bits of it that targets may ask for.
+_AT_HWCAP = 16
+_HWCAP_BITS = {"asimd": 1, "atomics": 8, "asimddp": 20}
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,10 @@ def _meminfo() -> dict[str, int]:
 
 def cpu_features() -> frozenset[str]:
     """The features that every processor of this machine has, as /proc/cpuinfo spells them."""
+    if platform.machine() == "aarch64":
+        # An emulator may show the file of the machine around it, but never that machine's vector.
+        bits = _getauxval(_AT_HWCAP)
+        return frozenset(name for name, bit in _HWCAP_BITS.items() if bits >> bit & 1)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -110,6 +119,12 @@ def cpu_features() -> frozenset[str]:
     sets = [
         frozenset(line.split(":", 1)[1].split())
         for line in lines
-        if line.split(":")[0].strip() in ("flags", "Features")
+        if line.split(":")[0].strip() == "flags"
     ]
     return frozenset.intersection(*sets) if sets else frozenset()
+
+
+def _getauxval(kind: int) -> int:
+    getauxval = ctypes.CDLL("libc.so.6").getauxval
+    getauxval.argtypes, getauxval.restype = [ctypes.c_ulong], ctypes.c_ulong
+    return int(getauxval(kind))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bitmtp_tvm.chat import ChatTemplate, Message, read_template
 from bitmtp_tvm.decoder import Decoder, Statistics, TokenSession, check_prompt
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.stopping import StopCondition
@@ -16,11 +17,15 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Parts:
-    """What an engine is made of. `codec` is None for an artifact without a tokenizer."""
+    """What an engine is made of.
+
+    `codec` is None for an artifact without a tokenizer, `chat` for one without a chat template.
+    """
 
     session: TokenSession
     codec: TextCodec | None
     eos_token_ids: frozenset[int]
+    chat: ChatTemplate | None = None
 
 
 def open_parts(directory: Path, progress: Progress | None) -> Parts:
@@ -35,7 +40,9 @@ def open_parts(directory: Path, progress: Progress | None) -> Parts:
     vocab_size = artifact.manifest.config["vocab_size"]
     # Before the parameters, which take longer to load than a bad tokenizer takes to be found.
     codec = TextCodec(path, info.add_bos, info.bos_token_id, vocab_size) if path else None
-    return Parts(Session(artifact, progress), codec, frozenset(info.eos_token_ids))
+    template = artifact.chat_template
+    chat = read_template(template, info.special_tokens) if template else None
+    return Parts(Session(artifact, progress), codec, frozenset(info.eos_token_ids), chat)
 
 
 @dataclass(frozen=True)
@@ -131,6 +138,7 @@ class Engine:
         parts = open_parts(Path(directory), progress)
         self._session = parts.session
         self._codec = parts.codec
+        self._chat = parts.chat
         self._eos_token_ids = parts.eos_token_ids
         self._decoder = Decoder(parts.session)
 
@@ -140,14 +148,26 @@ class Engine:
         Raises `UsageError` when the prompt cannot be served (empty, too long, unknown ids, text
         for an artifact without a tokenizer).
         """
-        if isinstance(prompt, str):
-            if self._codec is None:
-                raise UsageError(
-                    "this artifact has no tokenizer: give token ids (--prompt-ids 1,2,3) "
-                    "instead of text"
-                )
-            prompt = self._codec.encode(prompt)
-        return check_prompt(prompt, self._session.vocab_size, self._session.context)
+        ids = self._text_codec().encode(prompt) if isinstance(prompt, str) else prompt
+        return check_prompt(ids, self._session.vocab_size, self._session.context)
+
+    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
+        """The ids of a conversation that the assistant answers next; a text is one user message.
+
+        A message is {"role": "system" | "user" | "assistant", "content": text}. The artifact's chat
+        template writes them out, start token included. Raises `UsageError` as `encode` does, and
+        without a template.
+        """
+        codec = self._text_codec()
+        if self._chat is None:
+            raise UsageError(
+                "this artifact has no chat template, for its checkpoint had none: give the prompt "
+                "as plain text, without --chat"
+            )
+        if isinstance(messages, str):
+            messages = [{"role": "user", "content": messages}]
+        ids = codec.encode_rendered(self._chat.render(messages))
+        return check_prompt(ids, self._session.vocab_size, self._session.context)
 
     def generate(self, prompt: str | Sequence[int], max_new_tokens: int = 128) -> Generation:
         """Start a greedy generation after `prompt` (text, or token ids taken as they are).
@@ -155,6 +175,21 @@ class Engine:
         Raises `UsageError` as `encode` does, and for `max_new_tokens` below 1. The work is done as
         the `Generation` is read.
         """
+        return self._start(self.encode(prompt), max_new_tokens)
+
+    def chat(self, messages: str | Sequence[Message], max_new_tokens: int = 128) -> Generation:
+        """Start a greedy generation of the answer to `messages`; see `encode_chat`."""
+        return self._start(self.encode_chat(messages), max_new_tokens)
+
+    def _start(self, prompt_ids: list[int], max_new_tokens: int) -> Generation:
         stop = StopCondition(self._eos_token_ids, max_new_tokens, self._session.context)
-        ids = self._decoder.generate(self.encode(prompt), stop)
+        ids = self._decoder.generate(prompt_ids, stop)
         return Generation(self._decoder, ids, self._codec, self._eos_token_ids)
+
+    def _text_codec(self) -> TextCodec:
+        if self._codec is None:
+            raise UsageError(
+                "this artifact has no tokenizer: give token ids (--prompt-ids 1,2,3) instead of "
+                "text"
+            )
+        return self._codec

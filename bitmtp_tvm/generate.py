@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """One run of the command; exactly one of `prompt`, `prompts` and `prompt_ids` is given."""
+    """One run of the command; exactly one of `prompt`, `prompts` and `prompt_ids` is given.
+
+    `chat`: every text is a message to an assistant, and goes through the model's chat template.
+    """
 
     artifact: Path | None = None
     prompt: str | None = None
     prompts: Path | None = None
     prompt_ids: tuple[int, ...] | None = None
+    chat: bool = False
     max_new_tokens: int = 128
     json: bool = False
     verbose: bool = False
@@ -63,6 +67,11 @@ def main(argv: list[str] | None = None) -> int:
         "--prompt-ids", type=token_ids, metavar="1,2,3", help="token ids; prints token ids"
     )
     parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="answer the text as a message, in the model's chat format, instead of continuing it",
+    )
+    parser.add_argument(
         "--max-new-tokens", type=positive, default=128, metavar="N", help="at most N (default 128)"
     )
     parser.add_argument(
@@ -94,7 +103,7 @@ def generate(options: GenerateOptions) -> None:
     """Answer the prompts on stdout; every prompt is checked before the first is answered."""
     prompts = read_prompts(options)
     engine = open_engine(options)
-    requests = [encode(engine, prompt) for prompt in prompts]
+    requests = [encode(engine, prompt, options.chat) for prompt in prompts]
     write = writer(options)
     for ids in requests:
         write(engine.generate(ids, max_new_tokens=options.max_new_tokens))
@@ -104,6 +113,8 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
     if options.prompts is not None:
         return read_prompt_file(options.prompts)
     content = options.prompt_ids if options.prompt is None else options.prompt
+    if options.chat and options.prompt is None:
+        raise UsageError("--chat needs text: give --prompt or --prompts, not token ids")
     if content is None:
         raise UsageError("no prompt: give one of --prompt, --prompts and --prompt-ids")
     return [Prompt(content)]
@@ -162,8 +173,10 @@ def progress_bar() -> Iterator["Progress"]:
         yield progress
 
 
-def encode(engine: "Engine", prompt: Prompt) -> list[int]:
+def encode(engine: "Engine", prompt: Prompt, chat: bool) -> list[int]:
     try:
+        if chat and isinstance(prompt.content, str):
+            return engine.encode_chat(prompt.content)
         return engine.encode(prompt.content)
     except UsageError as fault:
         raise UsageError(f"{prompt.source}{fault}") from fault

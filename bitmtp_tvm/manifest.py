@@ -3,14 +3,14 @@
 import json
 import typing
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
 from bitmtp_tvm.errors import BitMTPError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MARKER = b"BITMTP_MANIFEST\0"
 
 
@@ -64,13 +64,19 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """What text needs besides tokenizer.json; `file` is None where there is no tokenizer."""
+    """What text needs besides tokenizer.json; `file` is None where there is no tokenizer.
+
+    `chat_template` is the file of the Jinja template, None where there is none; `special_tokens`
+    are the texts that it may call by name ("bos_token" and so on).
+    """
 
     file: str | None
     add_bos: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     mask_token_id: int | None
+    chat_template: str | None = None
+    special_tokens: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,23 @@ def compile_options(arch: str, fast_math: bool = False) -> list[str]:
 
 
 def compile_cubin(source: str, arch: str, fast_math: bool = False) -> tuple[bytes, str]:
-    """Compile CUDA text to a cubin; returns it and the compiler's log.
+    """Compile CUDA text to a cubin; returns it and the compiler's log. See `_compile`."""
+    return _compile(source, compile_options(arch, fast_math), "CUBIN")
+
+
+def compile_ptx(source: str, arch: str, fast_math: bool = False) -> tuple[bytes, str]:
+    """Compile CUDA text to the PTX of `arch` ("sm_87" gives that of compute_87).
+
+    The driver of any later card compiles it: for checking one card's kernels on another, never for
+    an artifact. See `_compile`.
+    """
+    options = compile_options(arch.replace("sm_", "compute_"), fast_math)
+    kept = [option for option in options if not option.startswith("--ptxas-options")]
+    return _compile(source, kept, "PTX")
+
+
+def _compile(source: str, options: list[str], form: str) -> tuple[bytes, str]:
+    """Machine code ("CUBIN") or "PTX" of CUDA text, and the compiler's log.
 
     Raises `BitMTPError` with the compiler's messages when the text does not compile, and when NVRTC
     is missing or is not the one whose wheel is installed.
@@ -69,19 +85,20 @@ def compile_cubin(source: str, arch: str, fast_math: bool = False) -> tuple[byte
     text = PREAMBLE + source.replace("#include <cuda.h>", "")
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(text.encode(), b"kernels.cu", 0, None, None))
     try:
-        options = [option.encode() for option in compile_options(arch, fast_math)]
-        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
         size = _check(nvrtc, nvrtc.nvrtcGetProgramLogSize(program))
         log = bytearray(size)
         _check(nvrtc, nvrtc.nvrtcGetProgramLog(program, log))
         messages = log.decode(errors="replace").strip("\0 \n")
         if int(status) != 0:
+            arch = options[0].partition("=")[2]
             raise BitMTPError(f"a generated kernel does not compile for {arch}: {messages}")
-        cubin = bytearray(_check(nvrtc, nvrtc.nvrtcGetCUBINSize(program)))
-        _check(nvrtc, nvrtc.nvrtcGetCUBIN(program, cubin))
+        code = bytearray(_check(nvrtc, getattr(nvrtc, f"nvrtcGet{form}Size")(program)))
+        _check(nvrtc, getattr(nvrtc, f"nvrtcGet{form}")(program, code))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return bytes(cubin), messages
+    return bytes(code), messages
 
 
 def load_nvrtc() -> Any:
@@ -108,8 +125,10 @@ class Compilation:
     failure: BitMTPError | None = None
 
 
-def register_nvrtc(verbose: bool = False, fast_math: bool = False) -> Compilation:
-    """Make TVM compile CUDA through `compile_cubin`, for the arch of the current target.
+def register_nvrtc(
+    verbose: bool = False, fast_math: bool = False, ptx: bool = False
+) -> Compilation:
+    """Make TVM compile CUDA through `compile_cubin`, or `compile_ptx`, for the current target.
 
     Build inside `with target:`. With `verbose` the compiler's log goes to stderr: warnings, and the
     registers and spills of every kernel. TVM turns an exception of the callback into a
@@ -126,13 +145,14 @@ def register_nvrtc(verbose: bool = False, fast_math: bool = False) -> Compilatio
         if target is None or "arch" not in target.attrs:
             raise RuntimeError("no CUDA target is current: build inside `with target:`")
         try:
-            cubin, log = compile_cubin(source, str(target.attrs["arch"]), fast_math)
+            compiler = compile_ptx if ptx else compile_cubin
+            code, log = compiler(source, str(target.attrs["arch"]), fast_math)
         except BitMTPError as fault:
             state.failure = fault
             raise
         if verbose and log:
             print(log, file=sys.stderr)
-        return cubin
+        return code
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_current, override=True)
     return state

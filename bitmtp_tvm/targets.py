@@ -131,6 +131,13 @@ TARGETS: dict[str, Target] = {
         description="the processor of the machine that compiles",
         host=CPU_HOSTS.get(platform.machine(), X86_64_V3),
     ),
+    "cpu-aarch64": Target(
+        name="cpu-aarch64",
+        kind="llvm",
+        arch="",
+        description="the processor of an aarch64 machine",
+        host=AARCH64,
+    ),
     "h20": _gpu("h20", "sm_90a", "NVIDIA H20", 78, 4000, 60, 96),
     "h200": _gpu("h200", "sm_90a", "NVIDIA H200", 132, 4800, 60, 141),
     "h100": _gpu("h100", "sm_90a", "NVIDIA H100 SXM", 132, 3350, 50, 80),

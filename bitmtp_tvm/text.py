@@ -37,6 +37,24 @@ class TextCodec:
         Raises `UsageError` for text that is not valid Unicode, that gives no token at all, or that
         gives an id which the model has no row for.
         """
+        ids = self._start + self._ids(text)
+        if not ids:
+            raise UsageError(
+                "the prompt is empty and this model has no start token: give some text"
+            )
+        return ids
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a prompt that a chat template wrote, which is whole: nothing is put in front.
+
+        Raises `UsageError` as `encode` does.
+        """
+        ids = self._ids(text)
+        if not ids:
+            raise UsageError("the chat template makes an empty prompt of this: give some text")
+        return ids
+
+    def _ids(self, text: str) -> list[int]:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as fault:
@@ -50,12 +68,7 @@ class TextCodec:
                     f"the prompt's token {word!r} has id {token}, outside the model's vocabulary "
                     f"of {self._vocab_size}: the tokenizer belongs to another model"
                 )
-        ids = self._start + encoding.ids
-        if not ids:
-            raise UsageError(
-                "the prompt is empty and this model has no start token: give some text"
-            )
-        return ids
+        return list(encoding.ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; special tokens are left out, invalid UTF-8 becomes U+FFFD."""

@@ -4,17 +4,27 @@ This module is the one place for parameter names; the model in `relax_models` us
 """
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from bitmtp_tvm.checkpoint.base import Checkpoint, matrix_shapes
+from bitmtp_tvm.checkpoint.base import Checkpoint, dense_shapes, matrix_shapes
 from bitmtp_tvm.errors import BitMTPError
-from relax_models.config import ModelConfig
-from relax_models.formats import pack, packed_dtype, packed_shape
+from relax_models.config import ModelConfig, YarnConfig
+from relax_models.formats import (
+    Format,
+    get_format,
+    pack,
+    pack_scales,
+    packed_dtype,
+    packed_shape,
+    scales_shape,
+)
 
 # Matrices that are multiplied by the same activations are stored as one; each part keeps its scale.
 FUSED = {
@@ -23,24 +33,82 @@ FUSED = {
     "gate_up": ("gate_proj", "up_proj"),
     "down": ("down_proj",),
 }
-# The parameters of a layer in the order of use.
-_LAYER = (
-    "input_norm",
-    "qkv",
-    "attn_sub_norm",
-    "o",
-    "post_attention_norm",
-    "gate_up",
-    "ffn_sub_norm",
-    "down",
-)
+# The parts of a layer in the order of use: keys of FUSED, and dense tensors by their parameter.
+_LAYERS = {
+    "bitnet": (
+        "input_norm.weight",
+        "qkv",
+        "attn_sub_norm.weight",
+        "o",
+        "post_attention_norm.weight",
+        "gate_up",
+        "ffn_sub_norm.weight",
+        "down",
+    ),
+    "qwen3": (
+        "input_norm.weight",
+        "qkv",
+        "qk.q_norm",
+        "qk.k_norm",
+        "o",
+        "post_attention_norm.weight",
+        "gate_up",
+        "down",
+    ),
+}
 SHARD_BYTES = 256 * 2**20
 _HASH_BLOCK = 2**20
 Spec = tuple[tuple[int, ...], str]
 
 
+@dataclass(frozen=True)
+class Dense:
+    """A tensor that is stored as the checkpoint gives it."""
+
+    parameter: str
+    # The name in the checkpoint.
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LowBit:
+    """A matrix of `sum(rows)` x `k`: parameters `{stem}.weight` and `{stem}.scale`."""
+
+    stem: str
+    # The names in the checkpoint of the parts, and the rows of each.
+    sources: tuple[str, ...]
+    rows: tuple[int, ...]
+    k: int
+
+
+def model_tensors(config: ModelConfig) -> Iterator[Dense | LowBit]:
+    """What the parameters of a model are made of, in their order, all but the rotary table."""
+    matrices, dense = matrix_shapes(config), dense_shapes(config)
+
+    def low_bit(stem: str, *sources: str) -> LowBit:
+        rows = tuple(matrices[source][0] for source in sources)
+        return LowBit(stem, sources, rows, matrices[sources[0]][1])
+
+    if "embed" in matrices:
+        yield low_bit("embed", "embed")
+    else:
+        yield Dense("embed.weight", "embed", dense["embed"], "uint16")
+    if "head" in matrices:
+        yield low_bit("head", "head")
+    for i in range(config.num_hidden_layers):
+        for part in _LAYERS[config.architecture]:
+            if part in FUSED:
+                yield low_bit(f"layers.{i}.{part}", *(f"layers.{i}.{m}" for m in FUSED[part]))
+                continue
+            source = f"layers.{i}.{part.removesuffix('.weight').removeprefix('qk.')}"
+            yield Dense(f"layers.{i}.{part}", source, dense[source], "float32")
+    yield Dense("norm.weight", "norm", dense["norm"], "float32")
+
+
 def segments(config: ModelConfig, matrix: str) -> tuple[int, ...]:
-    """Rows of each part of a fused matrix ("qkv", "o", "gate_up", "down"): one scale for each."""
+    """Rows of each part of a fused matrix ("qkv", "o", "gate_up", "down")."""
     shapes = matrix_shapes(config)
     return tuple(shapes[f"layers.0.{part}"][0] for part in FUSED[matrix])
 
@@ -48,26 +116,21 @@ def segments(config: ModelConfig, matrix: str) -> tuple[int, ...]:
 def parameter_specs(config: ModelConfig, kind: str, context_slots: int) -> dict[str, Spec]:
     """Name to (shape, dtype) of every parameter, in the order that `pack_parameters` gives them.
 
-    `kind` is the target kind, a key of LAYOUTS; `context_slots` the number of rotary positions.
+    `kind` is the target kind, one of KINDS; `context_slots` the number of rotary positions.
     """
-    hidden, shapes = config.hidden_size, matrix_shapes(config)
-    norms = {
-        "input_norm": hidden,
-        "attn_sub_norm": config.query_width,
-        "post_attention_norm": hidden,
-        "ffn_sub_norm": config.intermediate_size,
-    }
-    specs: dict[str, Spec] = {"embed.weight": ((config.vocab_size, hidden), "uint16")}
-    for i in range(config.num_hidden_layers):
-        for name in _LAYER:
-            stem = f"layers.{i}.{name}"
-            if name in norms:
-                specs[f"{stem}.weight"] = ((norms[name],), "float32")
-                continue
-            rows, k = sum(segments(config, name)), shapes[f"layers.{i}.{FUSED[name][0]}"][1]
-            specs[f"{stem}.weight"] = (packed_shape(kind, rows, k), packed_dtype(kind))
-            specs[f"{stem}.scale"] = ((len(FUSED[name]),), "float32")
-    specs["norm.weight"] = ((hidden,), "float32")
+    form = get_format(config.weight_format)
+    specs: dict[str, Spec] = {}
+    for tensor in model_tensors(config):
+        if isinstance(tensor, Dense):
+            specs[tensor.parameter] = (tensor.shape, tensor.dtype)
+            continue
+        n, k = sum(tensor.rows), tensor.k
+        specs[f"{tensor.stem}.weight"] = (packed_shape(kind, n, k, form.bits), packed_dtype(kind))
+        specs[f"{tensor.stem}.scale"] = (
+            ((len(tensor.rows),), "float32")
+            if form.group is None
+            else (scales_shape(kind, n, k, form.bits), "float16")
+        )
     specs["rope.table"] = ((context_slots, config.head_dim // 2, 2), "float32")
     return specs
 
@@ -80,42 +143,79 @@ def pack_parameters(
     Raises BitMTPError when the checkpoint cannot give a tensor.
     """
     config = checkpoint.config
-    yield "embed.weight", checkpoint.dense("embed")
-    for i in range(config.num_hidden_layers):
-        for name in _LAYER:
-            stem = f"layers.{i}.{name}"
-            if name not in FUSED:
-                yield f"{stem}.weight", checkpoint.dense(stem)
-                continue
-            codes, scales = fused_matrix(checkpoint, i, name)
-            yield f"{stem}.weight", pack(codes, kind)
-            yield f"{stem}.scale", scales
-    yield "norm.weight", checkpoint.dense("norm")
+    form = get_format(config.weight_format)
+    for tensor in model_tensors(config):
+        if isinstance(tensor, Dense):
+            yield tensor.parameter, checkpoint.dense(tensor.source)
+            continue
+        codes, scales = read_matrix(checkpoint, tensor, form)
+        packed = pack(codes, kind, form.bits)
+        del codes
+        yield f"{tensor.stem}.weight", packed
+        del packed
+        if form.group is not None:
+            scales = pack_scales(scales, kind, form.bits)
+        yield f"{tensor.stem}.scale", scales
     yield "rope.table", rope_table(config, rope_positions)
 
 
-def fused_matrix(checkpoint: Checkpoint, layer: int, matrix: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes `(N, K)` uint8, the parts' rows in turn, and the parts' scales float32 `(parts,)`.
+def read_matrix(
+    checkpoint: Checkpoint, tensor: LowBit, form: Format
+) -> tuple[np.ndarray, np.ndarray]:
+    """Codes `(N, K)` uint8, the parts' rows in turn, and scales.
 
-    The rows keep this plain order whatever the tile: only the end of the whole is padded.
+    The scales are float32 `(parts,)`, or with groups float16 `(N, K / 128)`. The rows keep this
+    plain order whatever the tile: only the end of the whole is padded.
     """
-    parts = [checkpoint.low_bit(f"layers.{layer}.{part}") for part in FUSED[matrix]]
+    parts = [checkpoint.low_bit(source) for source in tensor.sources]
     codes = parts[0][0] if len(parts) == 1 else np.concatenate([part[0] for part in parts])
-    return codes, np.array([scale for _, scale in parts], np.float32)
+    if form.group is None:
+        return codes, np.array([scale for _, scale in parts], np.float32)
+    return codes, np.concatenate([np.asarray(scale, np.float16) for _, scale in parts])
 
 
 def rope_table(config: ModelConfig, positions: int) -> np.ndarray:
     """Cosine and sine of position * inv_freq: float32 `(positions, head_dim / 2, 2)`.
 
-    inv_freq_i = 1 / theta^(2i / head_dim) and the angle are rounded to float32, as in transformers,
-    so that far positions turn by the same angle; cosine and sine themselves are taken in float64.
+    inv_freq_i = 1 / theta^(2i / head_dim), stretched where the config asks for YaRN, and the angle
+    are rounded to float32, as in transformers, so that far positions turn by the same angle; cosine
+    and sine themselves are taken in float64. YaRN's attention factor multiplies both.
     """
     exponents = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     powers = np.power(np.float64(config.rope_theta), exponents).astype(np.float32)
-    inverse = np.float32(1) / powers
+    inverse, factor = np.float32(1) / powers, 1.0
+    if config.rope_scaling is not None:
+        inverse = _stretched(config, config.rope_scaling, powers)
+        factor = _attention_factor(config.rope_scaling)
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse
     wide = angles.astype(np.float64)
-    return np.stack([np.cos(wide), np.sin(wide)], axis=-1).astype(np.float32)
+    return (np.stack([np.cos(wide), np.sin(wide)], axis=-1) * factor).astype(np.float32)
+
+
+def _stretched(config: ModelConfig, yarn: YarnConfig, powers: np.ndarray) -> np.ndarray:
+    """inv_freq of YaRN, float32 `(head_dim / 2,)`: dimensions that turn more than beta_fast times
+    within the trained length stay, those below beta_slow turns are slowed by the factor.
+
+    Source: arXiv 2309.00071, section 3.2, in the form that transformers computes.
+    """
+    dim, theta = config.head_dim, config.rope_theta
+
+    def dimension(turns: float) -> float:
+        length = yarn.original_max_position_embeddings
+        return dim * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
+    span = np.float32(high - low if high != low else 1e-3)
+    kept = 1 - np.clip((np.arange(dim // 2, dtype=np.float32) - low) / span, 0, 1)
+    slow = np.float32(1) / (np.float32(yarn.factor) * powers)
+    return slow * (1 - kept) + np.float32(1) / powers * kept
+
+
+def _attention_factor(yarn: YarnConfig) -> float:
+    if yarn.attention_factor is not None:
+        return yarn.attention_factor
+    return 0.1 * math.log(yarn.factor) + 1
 
 
 def write_parameters(

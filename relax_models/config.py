@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any
 
+from relax_models.formats import get_format
+
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -44,6 +46,44 @@ class MTPConfig:
 
 
 @dataclass(frozen=True)
+class YarnConfig:
+    """Rotary embeddings stretched by YaRN; names and formula are those of transformers."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    # What cosine and sine are multiplied by; None: 0.1 * ln(factor) + 1.
+    attention_factor: float | None = None
+
+    def validate(self) -> None:
+        """Raise ValueError, one sentence, for values that give no rotary table."""
+        name = "original_max_position_embeddings"
+        _check_positive(f"rope_scaling.{name}", self.original_max_position_embeddings)
+        for name in ("factor", "beta_fast", "beta_slow"):
+            _check_number(f"rope_scaling.{name}", getattr(self, name))
+        if self.factor < 1:
+            raise ValueError(f"rope_scaling.factor is {self.factor!r}; it must be at least 1")
+        if self.attention_factor is not None:
+            _check_number("rope_scaling.attention_factor", self.attention_factor)
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"rope_scaling.beta_fast is {self.beta_fast!r}; it must not be below beta_slow, "
+                f"{self.beta_slow!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the model code of one architecture can compute."""
+
+    activations: tuple[str, ...]
+    weight_formats: tuple[str, ...]
+    # Whether the head may be a matrix of its own.
+    untied: bool
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Everything the forward pass depends on; the names are those of Hugging Face's config.json."""
 
@@ -61,6 +101,12 @@ class ModelConfig:
     hidden_act: str
     tie_word_embeddings: bool
     mtp: MTPConfig | None = None
+    # A key of `relax_models.formats.FORMATS`: how the low-bit matrices are stored.
+    weight_format: str = "bitnet-ternary"
+    rope_scaling: YarnConfig | None = None
+    # Where the low-bit values come from, in words, for the manifest: "packed", or the rule that
+    # made them of wider weights.
+    quantization: str = ""
 
     @property
     def query_width(self) -> int:
@@ -80,28 +126,36 @@ class ModelConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
         """A validated configuration; a missing or unknown key is a ValueError."""
         values = dict(values)
-        if values.get("mtp") is not None:
-            values["mtp"] = _construct(MTPConfig, values["mtp"], "mtp")
+        for name, part in (("mtp", MTPConfig), ("rope_scaling", YarnConfig)):
+            if values.get(name) is not None:
+                values[name] = _construct(part, values[name], name)
         config = _construct(cls, values, "the model configuration")
         config.validate()
         return config
 
     def validate(self) -> None:
         """Raise ValueError, one sentence, for what the model code cannot compute."""
-        if self.architecture not in ARCHITECTURES:
+        if self.architecture not in tuple(ARCHITECTURES):
             raise ValueError(
                 f"architecture is {self.architecture!r}; known: {', '.join(ARCHITECTURES)}"
             )
         for name in _SIZES:
             _check_positive(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta"):
-            value = getattr(self, name)
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < float("inf"):
-                raise ValueError(f"{name} is {value!r}; it must be a positive number")
+            _check_number(name, getattr(self, name))
         self._validate_structure()
+        self._validate_architecture(ARCHITECTURES[self.architecture])
+        group = get_format(self.weight_format).group
+        if group is not None:
+            self._validate_groups(group)
+        if not isinstance(self.quantization, str):
+            raise ValueError(f"quantization is {self.quantization!r}; it must be a text")
         if self.mtp is not None:
             self.mtp.validate(self.vocab_size)
+        if self.rope_scaling is not None:
+            self.rope_scaling.validate()
+            if self.rope_theta <= 1:
+                raise ValueError(f"rope_theta is {self.rope_theta!r}; YaRN needs one above 1")
 
     def _validate_structure(self) -> None:
         # A limit against damaged files: everything below counts tensors layer by layer.
@@ -116,20 +170,61 @@ class ModelConfig:
                 f"num_attention_heads is {self.num_attention_heads}; it must be a multiple of "
                 f"num_key_value_heads, {self.num_key_value_heads}"
             )
-        if self.hidden_act != ARCHITECTURES[self.architecture]:
+
+    def _validate_architecture(self, architecture: Architecture) -> None:
+        if self.hidden_act not in architecture.activations:
             raise ValueError(
                 f"hidden_act is {self.hidden_act!r}; {self.architecture} is only supported with "
-                f"{ARCHITECTURES[self.architecture]!r}"
+                f"{_alternatives(architecture.activations)}"
             )
-        if self.tie_word_embeddings is not True:
+        if self.weight_format not in architecture.weight_formats:
             raise ValueError(
-                f"tie_word_embeddings is {self.tie_word_embeddings!r}; only tied embeddings are "
-                "supported"
+                f"weight_format is {self.weight_format!r}; {self.architecture} is only supported "
+                f"with {_alternatives(architecture.weight_formats)}"
+            )
+        if type(self.tie_word_embeddings) is not bool:
+            raise ValueError(
+                f"tie_word_embeddings is {self.tie_word_embeddings!r}; it must be true or false"
+            )
+        if not self.tie_word_embeddings and not architecture.untied:
+            raise ValueError(
+                f"tie_word_embeddings is False; {self.architecture} is only supported with tied "
+                "embeddings"
             )
 
+    def _validate_groups(self, group: int) -> None:
+        widths = {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_attention_heads * head_dim": self.query_width,
+        }
+        for name, width in widths.items():
+            if width % group:
+                raise ValueError(
+                    f"{name} is {width}; {self.weight_format} needs a multiple of {group}"
+                )
 
-# The activation that each architecture computes.
-ARCHITECTURES = {"bitnet": "relu2"}
+
+ARCHITECTURES = {
+    "bitnet": Architecture(("relu2", "silu"), ("bitnet-ternary",), untied=False),
+    "qwen3": Architecture(("silu",), ("ternary-g128", "binary-g128"), untied=True),
+}
+
+
+def _bonsai(**shape: Any) -> ModelConfig:
+    """One of the Bonsai models, which all share these values."""
+    return ModelConfig(
+        **shape,
+        architecture="qwen3",
+        vocab_size=151669,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope_theta=1000000.0,
+        hidden_act="silu",
+        weight_format="ternary-g128",
+    )
+
 
 PRESETS = {
     "bitnet-2b": ModelConfig(
@@ -147,7 +242,42 @@ PRESETS = {
         hidden_act="relu2",
         tie_word_embeddings=True,
     ),
+    "bonsai-1.7b": _bonsai(
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "bonsai-4b": _bonsai(
+        hidden_size=2560,
+        intermediate_size=9728,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+    ),
+    "bonsai-8b": _bonsai(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        max_position_embeddings=65536,
+        rope_scaling=YarnConfig(factor=4.0, original_max_position_embeddings=16384),
+        tie_word_embeddings=False,
+    ),
 }
+
+
+def _alternatives(names: tuple[str, ...]) -> str:
+    return " or ".join(repr(name) for name in names)
+
+
+def _check_number(name: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r}; it must be a positive number")
 
 
 def _is_integer(value: object) -> bool:

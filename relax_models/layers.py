@@ -9,7 +9,7 @@ from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 
 from relax_models import ops
-from relax_models.formats import packed_dtype, packed_shape, padded_k
+from relax_models.formats import FORMATS, packed_dtype, packed_shape, padded_k, scales_shape
 
 
 @dataclass(frozen=True)
@@ -55,31 +55,52 @@ def call(func: tirx.PrimFunc, name: str, args: Sequence[Tensor], out):
     return tensor_ir_op(func, name, list(args), results[0] if len(results) == 1 else results)
 
 
-class NormQuantize(nn.Module):
-    """RMSNorm and int8 quantisation in front of a linear; `gated` for the middle of the MLP."""
+def call_quantizer(func: tirx.PrimFunc, args: Sequence[Tensor], size: int, group: int) -> Quantized:
+    """Call a PrimFunc that ends in q, scale and total of `size` columns."""
+    width, padded = args[0].shape[0], padded_k(size)
+    shape = (width, padded // group) if group else (width,)
+    out = [((width, padded), "int8"), (shape, "float32"), (shape, "int32")]
+    return Quantized(*call(func, str(func.attrs["bitmtp.op"]), args, out))
 
-    def __init__(self, size: int, eps: float, gated: bool = False):
-        self.size, self.eps, self.gated = size, eps, gated
+
+class NormQuantize(nn.Module):
+    """RMSNorm and int8 quantisation in front of a linear, by row or by a `group` of columns."""
+
+    def __init__(self, size: int, eps: float, group: int = 0):
+        self.size, self.eps, self.group = size, eps, group
         self.weight = nn.Parameter((size,), "float32")
 
     def forward(self, x: Tensor) -> Quantized:
-        width = x.shape[0]
-        builder = ops.gated_norm_quantize if self.gated else ops.norm_quantize
-        out = [((width, padded_k(self.size)), "int8"), ((width,), "float32"), ((width,), "int32")]
-        func = builder(self.size, self.eps)
-        return Quantized(*call(func, builder.__name__, [x, self.weight], out))
+        func = ops.norm_quantize(self.size, self.eps, self.group)
+        return call_quantizer(func, [x, self.weight], self.size, self.group)
+
+
+class GatedNormQuantize(nn.Module):
+    """activation(gate) · up, RMSNorm and int8 quantisation: the middle of BitNet's MLP."""
+
+    def __init__(self, size: int, eps: float, activation: str):
+        self.size, self.eps, self.activation = size, eps, activation
+        self.weight = nn.Parameter((size,), "float32")
+
+    def forward(self, gate_up: Tensor) -> Quantized:
+        func = ops.gated_norm_quantize(self.size, self.eps, self.activation)
+        return call_quantizer(func, [gate_up, self.weight], self.size, 0)
 
 
 class LowBitLinear(nn.Module):
-    """A linear over ternary weights; `segments` are the rows of each matrix in a fused one."""
+    """A linear over low-bit weights; `segments` are the rows of each original matrix."""
 
     def __init__(self, segments: Sequence[int], size: int, storage: Storage, format_name: str):
         self.segments, self.size = tuple(segments), size
         self.kind, self.format_name = storage.kind, format_name
-        rows = sum(segments)
-        shape = packed_shape(storage.kind, rows, size)
+        rows, form = sum(segments), FORMATS[format_name]
+        shape = packed_shape(storage.kind, rows, size, form.bits)
         self.weight = nn.Parameter(shape, packed_dtype(storage.kind))
-        self.scale = nn.Parameter((len(self.segments),), "float32")
+        if form.group:
+            scales = scales_shape(storage.kind, rows, size, form.bits)
+            self.scale = nn.Parameter(scales, "float16")
+        else:
+            self.scale = nn.Parameter((len(self.segments),), "float32")
 
     def forward(self, x: Quantized, residual: Tensor | None = None) -> Tensor:
         func = ops.low_bit_linear(
@@ -89,6 +110,31 @@ class LowBitLinear(nn.Module):
         args += [] if residual is None else [residual]
         shape = (x.q.shape[0], sum(self.segments))
         return call(func, "low_bit_linear", args, [(shape, "float32")])
+
+    def lookup(self, tokens: Tensor) -> Tensor:
+        """The weights' own rows, `(width, size)` float32: the matrix as an embedding table."""
+        func = ops.low_bit_embed(sum(self.segments), self.size, self.kind, self.format_name)
+        shape = (tokens.shape[0], self.size)
+        return call(func, "low_bit_embed", [tokens, self.weight, self.scale], [(shape, "float32")])
+
+
+class QKNorm(nn.Module):
+    """RMSNorm of every query and key head (Qwen3)."""
+
+    def __init__(self, config):
+        self.config = config
+        self.q_norm = nn.Parameter((config.head_dim,), "float32")
+        self.k_norm = nn.Parameter((config.head_dim,), "float32")
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        config = self.config
+        func = ops.qk_norm(
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+        )
+        return call(func, "qk_norm", [qkv, self.q_norm, self.k_norm], [(qkv.shape, "float32")])
 
 
 class KVCache(nn.Module):
@@ -147,14 +193,18 @@ class Embedding(nn.Module):
         shape = (tokens.shape[0], self.hidden_size)
         return call(func, "embed", [tokens, self.weight], [(shape, "float32")])
 
-    def logits(self, x: Tensor, logit_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits `(rows, vocab_size)` float32 and their greedy tokens `(rows,)` int32."""
-        rows = logit_rows.shape[0]
+    def logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+        """Logits `(rows, vocab_size)` float32 of x `(rows, hidden_size)` for the rows that ask."""
         func = ops.head(self.vocab_size, self.hidden_size)
-        out = [((rows, self.vocab_size), "float32")]
-        logits = call(func, "head", [x, self.weight, logit_rows], out)
-        func = ops.greedy(self.vocab_size)
-        return logits, call(func, "greedy", [logits, logit_rows], [((rows,), "int32")])
+        out = [((logit_rows.shape[0], self.vocab_size), "float32")]
+        return call(func, "head", [x, self.weight, logit_rows], out)
+
+
+def greedy(logits: Tensor, logit_rows: Tensor) -> Tensor:
+    """The greedy token `(rows,)` int32 of each row of `logits` `(rows, vocab_size)` float32."""
+    rows, vocab_size = logits.shape
+    func = ops.greedy(int(vocab_size))
+    return call(func, "greedy", [logits, logit_rows], [((rows,), "int32")])
 
 
 class FinalNorm(nn.Module):

@@ -15,7 +15,16 @@ from collections.abc import Sequence
 from tvm import te, tirx
 from tvm.script import tirx as T
 
-from relax_models.formats import locate, packed_dtype, packed_shape, padded_k
+from relax_models.formats import (
+    FORMATS,
+    K_BLOCK,
+    locate,
+    packed_dtype,
+    packed_shape,
+    padded_k,
+    row_tile,
+    scales_shape,
+)
 
 NEG_INF = -3.0e38
 """Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
@@ -74,91 +83,189 @@ def _rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
     )
 
 
-def _quantize(x: te.Tensor) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+def _quantize(x: te.Tensor, group: int = 0) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+    """q, scale and total of x; one scale a row, or one for each `group` columns of it."""
     rows, size = x.shape
     size = int(size)
     padded = padded_k(size)
-    axis = te.reduce_axis((0, size), "k")
-    absmax = te.compute((rows,), lambda i: te.max(tirx.abs(x[i, axis]), axis=axis), "absmax")
-    bound = te.compute((rows,), lambda i: tirx.max(absmax[i], tirx.const(1e-5, "float32")), "bound")
+    columns = group or padded
+    shape = (rows, padded // group) if group else (rows,)
+
+    def of_group(body, name, reduce):
+        axis = te.reduce_axis((0, columns), "k")
+        return te.compute(
+            shape, lambda i, *g: reduce(body(i, g[0] * columns + axis if g else axis), axis), name
+        )
+
+    def magnitude(i, k):
+        return tirx.if_then_else(k < size, tirx.abs(x[i, k]), tirx.const(0, "float32"))
+
+    absmax = of_group(magnitude, "absmax", lambda value, axis: te.max(value, axis=axis))
+    least = tirx.const(1e-5, "float32")
+    bound = te.compute(shape, lambda *i: tirx.max(absmax[i], least), "bound")
 
     def code(i, k):
-        rounded = tirx.nearbyint(x[i, k] * (tirx.const(127, "float32") / bound[i]))
+        limit = bound[i, k // columns] if group else bound[i]
+        rounded = tirx.nearbyint(x[i, k] * (tirx.const(127, "float32") / limit))
         clipped = tirx.max(
             tirx.min(rounded, tirx.const(127, "float32")), tirx.const(-128, "float32")
         )
         return tirx.if_then_else(k < size, clipped.astype("int8"), tirx.const(0, "int8"))
 
     q = te.compute((rows, padded), code, "q")
-    scale = te.compute((rows,), lambda i: bound[i] / tirx.const(127, "float32"), "scale")
-    total = _sum((rows,), padded, lambda i, k: q[i, k].astype("int32"), "total")
+    scale = te.compute(shape, lambda *i: bound[i] / tirx.const(127, "float32"), "scale")
+    total = of_group(
+        lambda i, k: q[i, k].astype("int32"),
+        "total",
+        lambda value, axis: te.sum(value, axis=axis),
+    )
     return q, scale, total
 
 
-def norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
-    """RMSNorm, then int8 quantisation with one scale a row (BitNet's absmax activations).
+def quantize(size: int, group: int) -> tirx.PrimFunc:
+    """int8 quantisation with one scale for each `group` columns of a row.
+
+    x `(width, size)` float32 -> q `(width, padded_k(size))` int8 with zeros behind `size`, scale
+    `(width, padded_k(size) / group)` float32 (what one unit of q stands for), total of that shape,
+    int32 (sum of the group's q).
+    q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
+    """
+    x = te.placeholder((_width(), size), "float32", "x")
+    return _stamped([x, *_quantize(x, group)], "quantize", group=group)
+
+
+def norm_quantize(size: int, eps: float, group: int = 0) -> tirx.PrimFunc:
+    """RMSNorm, then int8 quantisation with one scale a row (as BitNet has it) or a group.
 
     x `(width, size)` float32, weight `(size,)` float32 -> q `(width, padded_k(size))` int8 with
     zeros behind `size`, scale `(width,)` float32 (what one unit of q stands for), total `(width,)`
-    int32 (sum of q). q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
+    int32 (sum of q); with `group` scale and total are those of `quantize`.
+    q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
     """
     x = te.placeholder((_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
-    return _stamped([x, weight, *_quantize(_rms_norm(x, weight, eps))], "norm_quantize", eps=eps)
+    results = _quantize(_rms_norm(x, weight, eps), group)
+    return _stamped([x, weight, *results], "norm_quantize", eps=eps, group=group)
 
 
-def gated_norm_quantize(size: int, eps: float) -> tirx.PrimFunc:
-    """The middle of BitNet's MLP: relu(gate)² · up, then RMSNorm and int8 quantisation.
+def _gated(gate_up: te.Tensor, size: int, activation: str) -> te.Tensor:
+    """activation(gate) · up, where gate_up holds both halves side by side."""
+    shape = (gate_up.shape[0], size)
+    if activation == "relu2":
+        gate = te.compute(
+            shape, lambda i, k: tirx.max(gate_up[i, k], tirx.const(0, "float32")), "gate"
+        )
+        return te.compute(shape, lambda i, k: gate[i, k] * gate[i, k] * gate_up[i, size + k], "x")
+
+    def silu(value):
+        return value / (tirx.const(1, "float32") + tirx.exp(-value))
+
+    return te.compute(shape, lambda i, k: silu(gate_up[i, k]) * gate_up[i, size + k], "x")
+
+
+def gated_norm_quantize(size: int, eps: float, activation: str = "relu2") -> tirx.PrimFunc:
+    """The middle of BitNet's MLP: relu(gate)² · up ("relu2") or silu(gate) · up ("silu"), then
+    RMSNorm and int8 quantisation.
 
     gate_up `(width, 2 * size)` float32 (gate, then up), weight `(size,)` float32 -> q, scale, total
     as `norm_quantize` gives them. float32 throughout: the square overflows float16.
     """
-    width = _width()
-    gate_up = te.placeholder((width, 2 * size), "float32", "gate_up")
+    gate_up = te.placeholder((_width(), 2 * size), "float32", "gate_up")
     weight = te.placeholder((size,), "float32", "weight")
-    gate = te.compute(
-        (width, size), lambda i, k: tirx.max(gate_up[i, k], tirx.const(0, "float32")), "gate"
+    results = _quantize(_rms_norm(_gated(gate_up, size, activation), weight, eps))
+    return _stamped(
+        [gate_up, weight, *results], "gated_norm_quantize", eps=eps, activation=activation
     )
-    x = te.compute(
-        (width, size), lambda i, k: gate[i, k] * gate[i, k] * gate_up[i, size + k], "gated"
+
+
+def gated_quantize(size: int, group: int) -> tirx.PrimFunc:
+    """The middle of a SwiGLU: silu(gate) · up, then int8 quantisation by groups.
+
+    gate_up `(width, 2 * size)` float32 (gate, then up) -> q, scale, total as `quantize` gives them.
+    """
+    gate_up = te.placeholder((_width(), 2 * size), "float32", "gate_up")
+    results = _quantize(_gated(gate_up, size, "silu"), group)
+    return _stamped([gate_up, *results], "gated_quantize", group=group)
+
+
+def qk_norm(num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> tirx.PrimFunc:
+    """RMSNorm of every query and key head, values as they are (Qwen3).
+
+    qkv `(width, (num_heads + 2 * num_kv_heads) * head_dim)` float32, q_norm and k_norm
+    `(head_dim,)` float32 -> the same shape as qkv.
+    """
+    first_v = num_heads + num_kv_heads
+    heads = first_v + num_kv_heads
+    width = _width()
+    qkv = te.placeholder((width, heads * head_dim), "float32", "qkv")
+    q_norm = te.placeholder((head_dim,), "float32", "q_norm")
+    k_norm = te.placeholder((head_dim,), "float32", "k_norm")
+    square = _sum(
+        (width, first_v),
+        head_dim,
+        lambda i, h, d: qkv[i, h * head_dim + d] * qkv[i, h * head_dim + d],
+        "square",
     )
-    results = _quantize(_rms_norm(x, weight, eps))
-    return _stamped([gate_up, weight, *results], "gated_norm_quantize", eps=eps)
+
+    def normed(i, c):
+        h, d = c // head_dim, c % head_dim
+        mean = square[i, tirx.min(h, first_v - 1)] / tirx.const(head_dim, "float32")
+        weight = tirx.if_then_else(h < num_heads, q_norm[d], k_norm[d])
+        value = qkv[i, c] / tirx.sqrt(mean + tirx.const(eps, "float32")) * weight
+        return tirx.if_then_else(h < first_v, value, qkv[i, c])
+
+    out = te.compute(qkv.shape, normed, "normed")
+    return _stamped(
+        [qkv, q_norm, k_norm, out],
+        "qk_norm",
+        eps=eps,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+    )
 
 
 def low_bit_linear(
     segments: Sequence[int], size: int, kind: str, format_name: str, residual: bool = False
 ) -> tirx.PrimFunc:
-    """int8 activations times ternary weights, exact in int32, one weight scale per original matrix.
+    """int8 activations times ternary or binary weights, exact in int32 up to the scales.
 
-    q, scale, total as `norm_quantize` gives them, weight packed in the layout of target `kind`
-    (relax_models/formats.py), weight_scale `(len(segments),)` float32 for the row ranges that
-    `segments` counts, residual `(width, sum(segments))` float32 if asked for ->
-    y `(width, sum(segments))` float32
-    = (Σ code·q - total) · (scale · weight_scale) [+ residual], where code = weight + 1.
+    q, scale, total as `norm_quantize` gives them for the format's group, weight packed in the
+    layout of target `kind` (relax_models/formats.py), weight_scale, residual
+    `(width, sum(segments))` float32 if asked for -> y `(width, sum(segments))` float32. The integer
+    sum is v = Σ code·q - total (ternary, code = weight + 1) or 2 Σ code·q - total (binary, code =
+    (weight + 1) / 2).
+
+    Without groups ("bitnet-ternary") weight_scale is `(len(segments),)` float32, one for each
+    original matrix, whose rows `segments` counts: y = v · (scale · weight_scale) [+ residual]. With
+    groups it is float16 in the layout's `scales_shape`:
+    y = Σ_g v_g · (scale_g · weight_scale_g) [+ residual].
     """
-    rows = sum(segments)
-    width = _width()
-    q = te.placeholder((width, padded_k(size)), "int8", "q")
-    scale = te.placeholder((width,), "float32", "scale")
-    total = te.placeholder((width,), "int32", "total")
-    weight = te.placeholder(packed_shape(kind, rows, size), packed_dtype(kind), "weight")
-    weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
-
-    def product(i, n, k):
-        index, shift = locate(kind, n, k)
-        code = (weight[index] >> shift.astype(weight.dtype)) & tirx.const(3, weight.dtype)
-        return code.astype("int32") * q[i, k].astype("int32")
-
-    dot = _sum((width, rows), padded_k(size), product, "dot")
+    rows, width = sum(segments), _width()
+    form, padded = FORMATS[format_name], padded_k(size)
+    shape = (width, padded // form.group) if form.group else (width,)
+    q = te.placeholder((width, padded), "int8", "q")
+    scale = te.placeholder(shape, "float32", "scale")
+    total = te.placeholder(shape, "int32", "total")
+    weight = te.placeholder(packed_shape(kind, rows, size, form.bits), packed_dtype(kind), "weight")
+    if form.group:
+        weight_scale = te.placeholder(
+            scales_shape(kind, rows, size, form.bits), "float16", "weight_scale"
+        )
+        dot = _group_dots(q, scale, total, weight, weight_scale, kind, form, rows)
+    else:
+        weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
+        exact = _sum((width, rows), padded, _products(q, weight, kind, form.bits), "exact")
+        dot = te.compute(
+            (width, rows),
+            lambda i, n: (
+                (exact[i, n] - total[i]).astype("float32")
+                * (scale[i] * weight_scale[segment_of(n, segments)])
+            ),
+            "dot",
+        )
     added = [te.placeholder((width, rows), "float32", "residual")] if residual else []
-
-    def epilogue(i, n):
-        factor = scale[i] * weight_scale[segment_of(n, segments)]
-        value = (dot[i, n] - total[i]).astype("float32") * factor
-        return value + added[0][i, n] if residual else value
-
-    y = te.compute((width, rows), epilogue, "y")
+    y = te.compute((width, rows), lambda i, n: sum((t[i, n] for t in added), dot[i, n]), "y")
     return _stamped(
         [q, scale, total, weight, weight_scale, *added, y],
         "low_bit_linear",
@@ -167,6 +274,61 @@ def low_bit_linear(
         residual=residual,
         size=size,
     )
+
+
+def _code(weight: te.Tensor, kind: str, bits: int, n, k) -> tirx.Expr:
+    index, shift = locate(kind, n, k, bits)
+    mask = tirx.const((1 << bits) - 1, weight.dtype)
+    return (weight[index] >> shift.astype(weight.dtype)) & mask
+
+
+def _products(q: te.Tensor, weight: te.Tensor, kind: str, bits: int):
+    return lambda i, n, k: _code(weight, kind, bits, n, k).astype("int32") * q[i, k].astype("int32")
+
+
+def _group_dots(q, scale, total, weight, weight_scale, kind, form, rows) -> te.Tensor:
+    """Σ_g v_g · (scale_g · weight_scale_g): `(width, rows)` float32."""
+    width, groups = scale.shape
+    product = _products(q, weight, kind, form.bits)
+    exact = _sum(
+        (width, rows, groups),
+        K_BLOCK,
+        lambda i, n, g, k: product(i, n, g * K_BLOCK + k),
+        "exact",
+    )
+    tile, doubled = row_tile(kind, form.bits), tirx.const(2 if form.bits == 1 else 1, "int32")
+
+    def term(i, n, g):
+        value = (doubled * exact[i, n, g] - total[i, g]).astype("float32")
+        return value * (scale[i, g] * weight_scale[n // tile, g, n % tile].astype("float32"))
+
+    return _sum((width, rows), groups, term, "dot")
+
+
+def low_bit_embed(vocab_size: int, hidden_size: int, kind: str, format_name: str) -> tirx.PrimFunc:
+    """Rows of an embedding table with group scales; the host has checked the ids.
+
+    tokens `(width,)` int32, weight packed `(vocab_size, hidden_size)`, weight_scale float16 as
+    `low_bit_linear` takes them -> hidden `(width, hidden_size)` float32 = weight · weight_scale.
+    """
+    form, width = FORMATS[format_name], _width()
+    tile = row_tile(kind, form.bits)
+    tokens = te.placeholder((width,), "int32", "tokens")
+    shape = packed_shape(kind, vocab_size, hidden_size, form.bits)
+    weight = te.placeholder(shape, packed_dtype(kind), "weight")
+    shape = scales_shape(kind, vocab_size, hidden_size, form.bits)
+    weight_scale = te.placeholder(shape, "float16", "weight_scale")
+    doubled = tirx.const(2 if form.bits == 1 else 1, "int32")
+
+    def value(i, k):
+        n = tokens[i]
+        signed = doubled * _code(weight, kind, form.bits, n, k).astype("int32") - 1
+        return signed.astype("float32") * weight_scale[n // tile, k // K_BLOCK, n % tile].astype(
+            "float32"
+        )
+
+    hidden = te.compute((width, hidden_size), value, "hidden")
+    return _stamped([tokens, weight, weight_scale, hidden], "low_bit_embed", format=format_name)
 
 
 def segment_of(n: tirx.Expr, segments: Sequence[int]) -> tirx.Expr:
@@ -194,7 +356,9 @@ def rope_kv_write(
     first_v = first_k + num_kv_heads * head_dim
 
     def low(x, table, i, c, position, d):
-        return x[i, c] * table[position, d, 0] - x[i, c + half] * table[position, d, 1]
+        # A sum and no difference: compilers fuse the last product of a sum of two, and differ about
+        # a difference of two, so this is what makes all processors round alike.
+        return x[i, c] * table[position, d, 0] + (-x[i, c + half]) * table[position, d, 1]
 
     def high(x, table, i, c, position, d):
         return x[i, c + half] * table[position, d, 0] + x[i, c] * table[position, d, 1]

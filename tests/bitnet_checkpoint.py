@@ -1,4 +1,4 @@
-"""Packed BitNet checkpoints as transformers writes them, and transformers' own model of them.
+"""BitNet checkpoints as transformers writes them, and transformers' own model of them.
 
 Everything that a loader could mix up differs: scales from matrix to matrix, norms from element to
 element. All values are exact in bfloat16, so a comparison needs no tolerance for the file.
@@ -45,19 +45,31 @@ QUANTIZATION = {
 }
 
 
+LEGACY = QUANTIZATION | {"linear_class": "bitlinear"}
+ONLINE = QUANTIZATION | {"quantization_mode": "online"}
+
+
 def write_checkpoint(
-    directory: Path, sizes: dict[str, int], seed: int = 0, shard_bytes: int | None = None
+    directory: Path,
+    sizes: dict[str, int],
+    seed: int = 0,
+    shard_bytes: int | None = None,
+    quantization: dict[str, str] | None = QUANTIZATION,
+    hidden_act: str = "relu2",
 ) -> dict[str, np.ndarray]:
     """Write a random checkpoint; `shard_bytes` splits it into shards of at most that size.
 
-    Returns the dequantised float32 weights by their names in the file, without those of the scales.
+    With `quantization` ONLINE or None the weights are master weights. Returns the float32 weights,
+    dequantised where they are packed, by their names in the file, without those of the scales.
     """
+    more = {} if quantization is None else {"quantization_config": quantization}
     config = BitNetConfig(
         **sizes,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
-        quantization_config=QUANTIZATION,
+        hidden_act=hidden_act,
+        **more,
     )
     config.architectures = ["BitNetForCausalLM"]
     model = BitNetForCausalLM(config)
@@ -65,12 +77,17 @@ def write_checkpoint(
     stored: dict[str, torch.Tensor] = {}
     dequantised: dict[str, np.ndarray] = {}
     for name, parameter in model.state_dict().items():
-        if "_proj." in name:
+        if "_proj." in name and quantization in (ONLINE, None):
+            values = torch.randn(parameter.shape, generator=generator)
+            stored[name] = (values * (40 + len(stored)) / 1024).bfloat16()
+            dequantised[name] = stored[name].float().numpy()
+        elif "_proj." in name:
             codes = torch.randint(-1, 2, parameter.shape, generator=generator).float()
             scale = torch.tensor([(40 + len(stored)) / 1024]).bfloat16()
             stored[name] = pack_weights(codes.clone())
             stored[f"{name}_scale"] = scale
-            dequantised[name] = (codes * scale.float()).numpy()
+            factor = 1 / scale.float() if quantization == LEGACY else scale.float()
+            dequantised[name] = (codes * factor).numpy()
         elif name != "lm_head.weight":
             values = torch.rand(parameter.shape, generator=generator) + 0.5
             if "embed" in name:

@@ -1,6 +1,6 @@
 """The GPU kernels of the tests: which there are, how they are built, how they run on numpy arrays.
 
-    python tests/gpu_kernels.py build DIR [--arch sm_90a]
+    python tests/gpu_kernels.py build DIR [--arch sm_90a] [--ptx]
 
 builds all of them into DIR/kernels.so; `pytest -m gpu --kernels DIR` runs them on a machine that
 has TVM's runtime alone. So nothing at the top of this file needs the compiler.
@@ -8,14 +8,14 @@ has TVM's runtime alone. So nothing at the top of this file needs the compiler.
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from bitmtp_tvm.targets import TARGETS, Target
+from bitmtp_tvm.targets import TARGETS, X86_64, Target
 
 EPS = 1e-5
 FORMAT = "bitnet-ternary"
@@ -33,6 +33,19 @@ LINEARS = [
 LINEAR_WIDTHS = (1, 3, 8, 16, 64, 130)
 NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
 NORM_WIDTHS = (1, 9)
+GROUP = 128
+# Format: bits of a code.
+GROUP_FORMATS = {"ternary-g128": 2, "binary-g128": 1}
+# As LINEARS: the shape of a layer, of a vocabulary, of many small blocks, of many groups.
+GROUP_LINEARS = [
+    ((512, 128, 128), 512, False),
+    ((1003,), 2048, False),
+    ((8721,), 640, True),
+    ((40, 24), 9728, True),
+    ((40,), 12288, False),
+]
+GROUP_WIDTHS = (1, 2, 3, 8, 64, 130)
+GROUP_SIZES = (512, 1412, 2560, 9728)
 # Vocabulary, size.
 HEADS = [(8192, 512), (1001, 2560), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 64)
@@ -68,6 +81,18 @@ def linear(segments: Sequence[int], size: int, residual: bool, width: int) -> Ke
     return kernel("low_bit_linear", *arguments, width=width)
 
 
+def group_linear(
+    segments: Sequence[int], size: int, residual: bool, format_name: str, width: int
+) -> Kernel:
+    arguments = (tuple(segments), size, "cuda", format_name, residual)
+    return kernel("low_bit_linear", *arguments, width=width)
+
+
+def group_warps(groups: int) -> int:
+    """Ways that the sum over so many groups is split."""
+    return -(-groups // max(4, -(-groups // 16)))
+
+
 def attention(heads: int, kv_heads: int, head_dim: int, causal: bool, width: int) -> Kernel:
     return kernel("attention", heads, kv_heads, head_dim, SLOTS, causal, width=width)
 
@@ -77,9 +102,11 @@ def all_kernels() -> Iterator[Kernel]:
         yield linear(segments, size, residual, width)
     for size, width in product(NORM_SIZES, NORM_WIDTHS):
         yield kernel("norm_quantize", size, EPS, width=width)
-        yield kernel("gated_norm_quantize", size, EPS, width=width)
+        yield kernel("gated_norm_quantize", size, EPS, "relu2", width=width)
+        yield kernel("gated_norm_quantize", size, EPS, "silu", width=width)
         yield kernel("final_norm", size, EPS, width=width, rows=width)
         yield kernel("embed", 50, size, width=width)
+    yield from group_kernels()
     for (vocab, size), rows in product(HEADS, HEAD_ROWS):
         yield kernel("head", vocab, size, rows=rows)
     for vocab in VOCABULARIES:
@@ -93,9 +120,23 @@ def all_kernels() -> Iterator[Kernel]:
             yield attention(*shape, True, width)
 
 
+def group_kernels() -> Iterator[Kernel]:
+    for shape, form, width in product(GROUP_LINEARS, GROUP_FORMATS, GROUP_WIDTHS):
+        yield group_linear(*shape, form, width)
+    for size, width in product(GROUP_SIZES, NORM_WIDTHS):
+        yield kernel("norm_quantize", size, EPS, GROUP, width=width)
+        yield kernel("quantize", size, GROUP, width=width)
+        yield kernel("gated_quantize", size, GROUP, width=width)
+        for form in GROUP_FORMATS:
+            yield kernel("low_bit_embed", 70, size, "cuda", form, width=width)
+    for shape, width in product(ATTENTIONS, NORM_WIDTHS):
+        yield kernel("qk_norm", *shape, EPS, width=width)
+
+
 def target_for(arch: str) -> Target:
-    """A target of this arch whose host is an x86-64 machine."""
-    return next(t for t in TARGETS.values() if t.arch == arch and t.host_triple.startswith("x86"))
+    """A target of this arch, with the host of an x86-64 machine."""
+    found = next(target for target in TARGETS.values() if target.arch == arch)
+    return replace(found, host=X86_64)
 
 
 def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
@@ -115,13 +156,16 @@ def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
     return tvm.IRModule(made)
 
 
-def build(directory: Path, arch: str) -> Path:
-    """Build every kernel for `arch` into one library; returns its path."""
+def build(directory: Path, arch: str, ptx: bool = False) -> Path:
+    """Build every kernel for `arch` into one library; returns its path.
+
+    As `ptx` the kernels of one card run on any later one, whose driver compiles them.
+    """
     from bitmtp_tvm.targets import tvm_target
     from bitmtp_tvm.toolchain import cross_compiler, prepare_cuda, register_nvrtc
 
     prepare_cuda()
-    register_nvrtc()
+    register_nvrtc(ptx=ptx)
     import tvm
 
     target = target_for(arch)
@@ -131,6 +175,15 @@ def build(directory: Path, arch: str) -> Path:
     path = directory / LIBRARY
     library.export_library(str(path), fcompile=cross_compiler(target.host_triple))
     return path
+
+
+def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def nothing(*shape: int) -> np.ndarray:
+    """A result that nobody has written."""
+    return np.full(shape, np.nan, np.float32)
 
 
 class Kernels:
@@ -160,8 +213,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("action", choices=["build"])
     parser.add_argument("directory", type=Path)
     parser.add_argument("--arch", default="sm_90a")
+    parser.add_argument("--ptx", action="store_true", help="for a later card than the arch")
     arguments = parser.parse_args(argv)
-    print(build(arguments.directory, arguments.arch))
+    print(build(arguments.directory, arguments.arch, arguments.ptx))
 
 
 if __name__ == "__main__":

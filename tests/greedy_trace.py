@@ -1,8 +1,8 @@
 """Record what an artifact answers greedily, and explain where another one answers differently.
 
-`python tests/greedy_trace.py record ARTIFACT PROMPTS TRACE` where the first artifact runs (PROMPTS:
-a JSON list of lists of token ids), then `… compare ARTIFACT TRACE` where the second does. A
-difference is explained by the two logits on either side: artifacts for different devices sum in
+`python tests/greedy_trace.py record ARTIFACT PROMPTS TRACE [TOKENS]` where the first artifact runs
+(PROMPTS: a JSON list of lists of token ids), then `… compare ARTIFACT TRACE` where the second does.
+A difference is explained by the two logits on either side: artifacts for different devices sum in
 different orders, so near ties may fall to either token.
 """
 
@@ -46,23 +46,25 @@ class Difference:
         )
 
 
-def answer(session: Session, prompt: Sequence[int]) -> Iterator[np.ndarray]:
-    """Logits of each of NEW_TOKENS greedy steps."""
+def answer(session: Session, prompt: Sequence[int], steps: int) -> Iterator[np.ndarray]:
+    """Logits of each greedy step."""
     session.prefill(prompt[:-1], 0)
     tokens, token = list(prompt), prompt[-1]
-    for _ in range(NEW_TOKENS):
+    for _ in range(steps):
         at = len(tokens) - 1
         (token,) = session.decode([token], [at], at, None, [0])
         yield session.logits()[0]
         tokens.append(int(token))
 
 
-def record(session: Session, prompts: Sequence[Sequence[int]]) -> list[dict]:
+def record(
+    session: Session, prompts: Sequence[Sequence[int]], new_tokens: int = NEW_TOKENS
+) -> list[dict]:
     """For each prompt: itself, and for each step the highest logits, [token, logit], best first."""
     trace = []
     for prompt in prompts:
         steps = []
-        for logits in answer(session, prompt):
+        for logits in answer(session, prompt, new_tokens):
             best = np.argsort(-logits, kind="stable")[:KEPT]
             steps.append([[int(token), float(logits[token])] for token in best])
         trace.append({"prompt": list(prompt), "steps": steps})
@@ -73,8 +75,8 @@ def compare(session: Session, trace: Sequence[dict]) -> list[Difference]:
     """The first difference of every prompt whose answer is not the recorded one."""
     found = []
     for number, entry in enumerate(trace):
-        steps = zip(answer(session, entry["prompt"]), entry["steps"], strict=True)
-        for step, (logits, recorded) in enumerate(steps):
+        answered = answer(session, entry["prompt"], len(entry["steps"]))
+        for step, (logits, recorded) in enumerate(zip(answered, entry["steps"], strict=True)):
             ours, theirs = int(logits.argmax()), recorded[0][0]
             if ours != theirs:
                 known = dict(map(tuple, recorded))
@@ -98,18 +100,23 @@ def load(directory: Path) -> Session:
     return Session(artifact)
 
 
-def main(verb: str, directory: str, source: str, target: str | None = None) -> None:
+def main(
+    verb: str,
+    directory: str,
+    source: str,
+    target: str | None = None,
+    new_tokens: str = str(NEW_TOKENS),
+) -> None:
     session = load(Path(directory))
     data = json.loads(Path(source).read_text())
     if verb == "record" and target:
-        Path(target).write_text(json.dumps(record(session, data)))
+        Path(target).write_text(json.dumps(record(session, data, int(new_tokens))))
         return
     differences = compare(session, data)
     for difference in differences:
         print(difference)
-    print(
-        f"{len(data) - len(differences)} of {len(data)} answers are equal over {NEW_TOKENS} tokens"
-    )
+    equal = len(data) - len(differences)
+    print(f"{equal} of {len(data)} answers are equal, token by token")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import safetensors_bytes
 from bitnet_checkpoint import DEMO, ODD, WIDE, write_checkpoint
+from checkpoint_edits import edit_json, edit_tensors, read_all, refused
 from tokenizers import Tokenizer, models, processors
 
 from bitmtp_tvm.checkpoint import dense_shapes, matrix_shapes, open_checkpoint
@@ -40,37 +41,6 @@ def wide(written, tmp_path):
     """The same in shards."""
     shutil.copytree(written["wide"][0], tmp_path / "wide")
     return tmp_path / "wide"
-
-
-def edit_json(path, change):
-    values = json.loads(path.read_text()) if path.exists() else {}
-    change(values)
-    path.write_text(json.dumps(values))
-
-
-def edit_tensors(path, change):
-    tensors = safetensors_bytes.load(path)
-    change(tensors)
-    safetensors_bytes.save(path, tensors)
-
-
-def read_all(directory):
-    checkpoint = open_checkpoint(directory)
-    for name in matrix_shapes(checkpoint.config):
-        checkpoint.low_bit(name)
-    for name in dense_shapes(checkpoint.config):
-        checkpoint.dense(name)
-    return checkpoint
-
-
-def refused(directory, *parts):
-    """Reading the checkpoint is refused in one sentence that names all `parts`."""
-    with pytest.raises(BitMTPError) as caught:
-        read_all(directory)
-    sentence = str(caught.value)
-    assert "\n" not in sentence
-    for part in parts:
-        assert part in sentence
 
 
 HF_NAMES = {
@@ -189,7 +159,7 @@ def test_older_configuration_keys(odd):
 
 
 CONFIG_FAULTS = [
-    ({"hidden_act": "silu"}, "hidden_act is 'silu'"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     ({"architectures": ["LlamaForCausalLM"]}, "architectures"),
     ({"architectures": None}, "architectures"),
@@ -234,7 +204,7 @@ def test_configuration_faults(odd, change, part):
     ("change", "part"),
     [
         ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
-        ({"linear_class": "bitlinear"}, "linear_class is 'bitlinear'"),
+        ({"linear_class": "bitlinear", "quantization_mode": "online"}, "'online'; only 'offline'"),
         ({"linear_class": None}, "linear_class is None"),
         ({"quantization_mode": "online"}, "quantization_mode is 'online'"),
         ({"use_rms_norm": True}, "use_rms_norm"),
@@ -293,9 +263,9 @@ def test_no_value_of_any_key_escapes(odd):
 
 
 def test_places_that_are_no_checkpoint(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    refused(file, "model.gguf", "is a file")
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"PK")
+    refused(file, "model.bin", "is a file")
     refused(tmp_path / "none", "none", "does not exist")
     refused(tmp_path, "config.json")
 

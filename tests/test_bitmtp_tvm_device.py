@@ -2,6 +2,7 @@ import pytest
 
 from bitmtp_tvm import device
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.targets import AARCH64, ORIN_HOST
 
 
 def test_the_host_has_memory() -> None:
@@ -9,14 +10,28 @@ def test_the_host_has_memory() -> None:
     assert facts.compute_capability is None and 0 < facts.free <= facts.total
 
 
-def test_cpu_features_are_those_of_every_core(tmp_path, monkeypatch) -> None:
+def test_cpu_features_are_those_of_every_core(monkeypatch) -> None:
+    monkeypatch.setattr(device.platform, "machine", lambda: "x86_64")
     text = "processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t\t: fpu avx2\n"
     monkeypatch.setattr(device, "Path", lambda _: FakeFile(text))
     assert device.cpu_features() == {"fpu", "avx2"}
-    monkeypatch.setattr(device, "Path", lambda _: FakeFile("Features\t: fp asimd asimddp\n"))
-    assert "asimddp" in device.cpu_features()
     monkeypatch.setattr(device, "Path", lambda _: FakeFile("model: none\n"))
     assert device.cpu_features() == set()
+
+
+def test_aarch64_features_come_from_the_kernels_own_list(monkeypatch) -> None:
+    """Not from /proc/cpuinfo, which shows an emulator's host."""
+    monkeypatch.setattr(device.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(device, "Path", lambda _: FakeFile("flags\t\t: avx2\n"))
+    # fp, asimd and crc32 of an older processor, then the dot product and the atomics as well.
+    monkeypatch.setattr(device, "_getauxval", lambda _: 0x83)
+    assert device.cpu_features() == {"asimd"}
+    monkeypatch.setattr(device, "_getauxval", lambda _: 0x100183)
+    assert device.cpu_features() == {"asimd", "asimddp", "atomics"}
+
+
+def test_every_feature_that_an_aarch64_host_asks_for_is_known() -> None:
+    assert set(AARCH64.features) | set(ORIN_HOST.features) <= set(device._HWCAP_BITS)
 
 
 class FakeFile:

@@ -9,6 +9,7 @@ from toy_session import ToySession, toy_continuation
 import bitmtp_tvm
 from bitmtp_tvm import artifact as artifact_module
 from bitmtp_tvm import engine as engine_module
+from bitmtp_tvm.chat import ChatTemplate
 from bitmtp_tvm.engine import Engine, Parts
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.manifest import TokenizerInfo
@@ -20,8 +21,8 @@ CODEC = TextCodec(DEMO, add_bos=True, bos_token_id=0, vocab_size=8192)
 
 @pytest.fixture
 def open_engine(monkeypatch):
-    def open_with(session=None, codec=CODEC, eos=(1,)):
-        parts = Parts(session or ToySession(), codec, frozenset(eos))
+    def open_with(session=None, codec=CODEC, eos=(1,), chat=None):
+        parts = Parts(session or ToySession(), codec, frozenset(eos), chat)
         monkeypatch.setattr(engine_module, "open_parts", lambda directory, progress: parts)
         return Engine("somewhere")
 
@@ -103,6 +104,48 @@ def test_without_a_tokenizer_there_are_ids_only(open_engine):
     assert result.to_dict()["text"] is None
 
 
+CHAT = ChatTemplate(
+    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    {"bos_token": "<|bos|>"},
+    "chat_template.jinja",
+)
+
+
+def test_messages_go_through_the_chat_template(open_engine):
+    engine = open_engine(chat=CHAT)
+    # The template writes the start token itself: it stands there once.
+    ids = CODEC.encode("user: hello\n")
+    assert ids[0] == 0 and engine.encode_chat("hello") == ids
+    assert engine.encode_chat([{"role": "user", "content": "hello"}]) == ids
+    result = engine.chat("hello", max_new_tokens=7).result()
+    assert list(result.token_ids) == toy_continuation(ids, 7)
+    talk = [{"role": role, "content": role} for role in ("system", "user", "assistant", "user")]
+    text = "".join(f"{message['role']}: {message['role']}\n" for message in talk)
+    assert engine.encode_chat(talk) == CODEC.encode(text)
+    # Plain text is as it was.
+    assert engine.encode("hello") == CODEC.encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("chat", "codec", "messages", "sentence"),
+    [
+        (None, CODEC, "hello", "has no chat template"),
+        (CHAT, None, "hello", "no tokenizer"),
+        (CHAT, CODEC, "word " * 80, r"the prompt has \d+ tokens .* holds 64"),
+        (CHAT, CODEC, [], "no message"),
+        (CHAT, CODEC, [{"role": "user"}], "message 0"),
+        (CHAT, CODEC, "a\udcff", "not valid Unicode"),
+        (ChatTemplate("", {}, "x"), CODEC, "hello", "empty prompt"),
+    ],
+)
+def test_messages_that_cannot_be_served(open_engine, chat, codec, messages, sentence):
+    session = ToySession()
+    engine = open_engine(session, codec=codec, chat=chat)
+    with pytest.raises(UsageError, match=sentence):
+        engine.chat(messages)
+    assert session.calls == []
+
+
 @pytest.mark.parametrize(
     ("prompt", "wanted", "message"),
     [
@@ -146,14 +189,17 @@ def test_a_newer_generation_cuts_off_the_older(open_engine):
 
 
 @pytest.mark.parametrize("tokenizer", [DEMO, None])
-def test_the_parts_come_from_the_artifact(monkeypatch, tokenizer):
+def test_the_parts_come_from_the_artifact(monkeypatch, tmp_path, tokenizer):
     order = []
+    template = tmp_path / "chat_template.jinja"
+    template.write_text("{{ bos_token }}{{ messages[0].content }}")
+    info = TokenizerInfo(
+        tokenizer and tokenizer.name, True, 0, (1, 7), 2, special_tokens={"bos_token": "<|bos|>"}
+    )
     artifact = SimpleNamespace(
         tokenizer=tokenizer,
-        manifest=SimpleNamespace(
-            config={"vocab_size": 8192},
-            tokenizer=TokenizerInfo(tokenizer and tokenizer.name, True, 0, (1, 7), 2),
-        ),
+        chat_template=template if tokenizer else None,
+        manifest=SimpleNamespace(config={"vocab_size": 8192}, tokenizer=info),
     )
 
     def session(given, progress):
@@ -167,6 +213,8 @@ def test_the_parts_come_from_the_artifact(monkeypatch, tokenizer):
     parts = engine_module.open_parts(Path("x"), print)
     assert parts.eos_token_ids == {1, 7} and order == ["device", "session"]
     assert (parts.codec.encode("") if parts.codec else None) == ([0] if tokenizer else None)
+    message = [{"role": "user", "content": "hi"}]
+    assert (parts.chat and parts.chat.render(message)) == (tokenizer and "<|bos|>hi")
 
 
 def test_the_package_and_its_engine_class_import_no_tvm():

@@ -12,6 +12,7 @@ from toy_session import ToySession, toy_continuation
 import bitmtp_tvm
 from bitmtp_tvm import engine as engine_module
 from bitmtp_tvm import generate as command
+from bitmtp_tvm.chat import ChatTemplate
 from bitmtp_tvm.engine import Parts
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.text import TextCodec
@@ -25,8 +26,8 @@ CODEC = TextCodec(DEMO, add_bos=True, bos_token_id=0, vocab_size=8192)
 def run(monkeypatch, capsys):
     """Run the command over a toy session; gives (exit code, stdout, stderr)."""
 
-    def run(*arguments, session=None, codec=CODEC, eos=(1,)):
-        parts = Parts(session or ToySession(), codec, frozenset(eos))
+    def run(*arguments, session=None, codec=CODEC, eos=(1,), chat=None):
+        parts = Parts(session or ToySession(), codec, frozenset(eos), chat)
         monkeypatch.setattr(engine_module, "open_parts", lambda directory, progress: parts)
         code = command.main(["--artifact", "somewhere", *arguments])
         return code, *capsys.readouterr()
@@ -88,6 +89,30 @@ def test_json_of_ids_has_the_text_if_there_is_a_tokenizer(run):
     assert json.loads(run(*arguments)[1])["text"] == CODEC.decode(ids)
     answer = json.loads(run(*arguments, codec=None)[1])
     assert answer["text"] is None and answer["token_ids"] == ids
+
+
+def test_a_message_is_answered_in_the_chat_format(run, tmp_path):
+    chat = ChatTemplate("<|bos|>Q: {{ messages[0].content }} A:", {}, "x")
+    code, out, _ = run("--chat", "--prompt", "hello", "--max-new-tokens", "9", chat=chat)
+    assert (code, out) == (0, text_of("Q: hello A:", 9) + "\n")
+    file = tmp_path / "prompts"
+    file.write_text('"one"\n"two"')
+    code, out, _ = run("--chat", "--prompts", str(file), "--max-new-tokens", "3", chat=chat)
+    assert out == "".join(text_of(f"Q: {word} A:", 3) + "\n" for word in ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--chat", "--prompt", "x"], "no chat template"),
+        (["--chat", "--prompt-ids", "1,2"], "--chat needs text"),
+    ],
+)
+def test_what_cannot_be_a_chat_is_one_sentence(run, arguments, message):
+    session = ToySession()
+    code, out, err = run(*arguments, session=session)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert session.calls == []
 
 
 def test_an_end_token_stops(run):

@@ -30,7 +30,7 @@ from bitmtp_tvm.reference import (
 )
 from bitmtp_tvm.weights import pack_parameters, rope_table
 from relax_models.config import PRESETS
-from relax_models.formats import LAYOUTS, bf16_bits
+from relax_models.formats import KINDS, bf16_bits
 
 TEXT = 'def fibonacci(n):\n    """The n-th number."""\n    if n < 2:\n        return n\n'
 
@@ -181,7 +181,7 @@ def test_embedding_and_head_are_those_of_transformers(pair, trace):
     np.testing.assert_allclose(head(x, table), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["odd", "wide"])
 def test_packed_parameters_give_the_same_logits(directories, tokens, name, kind):
     checkpoint, ids = open_checkpoint(directories[name]), tokens[name]

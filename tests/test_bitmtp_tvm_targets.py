@@ -1,7 +1,10 @@
+import platform
+
 import pytest
 
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.targets import (
+    AARCH64,
     CPU_HOSTS,
     SHARED_MEMORY,
     TARGETS,
@@ -21,7 +24,7 @@ def test_the_devices_of_the_readme_are_there() -> None:
 
 
 def test_an_unknown_target_is_a_usage_error_that_lists_the_known_ones() -> None:
-    with pytest.raises(UsageError, match=r"'cuda'.*cpu, h20, .*orin-nano"):
+    with pytest.raises(UsageError, match=r"'cuda'.*cpu, cpu-aarch64, .*orin-nano"):
         get_target("cuda")
 
 
@@ -55,7 +58,11 @@ def test_tvm_takes_every_row(target) -> None:
 def test_orins_have_an_arm_host_and_servers_an_x86_one() -> None:
     for target in GPUS:
         assert target.host_triple.startswith("aarch64") == target.name.startswith("orin")
-    assert TARGETS["cpu"].host in CPU_HOSTS.values()
+
+
+def test_cpu_is_the_machine_that_compiles_and_cpu_aarch64_never_depends_on_it() -> None:
+    assert TARGETS["cpu"].host == CPU_HOSTS[platform.machine()]
+    assert TARGETS["cpu-aarch64"].host == AARCH64
     assert TARGETS["cpu"].compute_capability is None
 
 

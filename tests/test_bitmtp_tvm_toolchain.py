@@ -216,3 +216,13 @@ def test_a_foreign_nvrtc_is_refused(monkeypatch) -> None:
     monkeypatch.setattr(nvrtc.importlib.metadata, "version", lambda _: "12.8.93")
     with pytest.raises(BitMTPError, match=r"NVRTC 12.6 was found instead of the wheel's 12.8.93"):
         nvrtc.load_nvrtc()
+
+
+def test_ptx_names_its_architecture_and_every_kernel():
+    source = 'extern "C" __global__ void twice(int* x) { x[threadIdx.x] *= 2; }'
+    code, _ = nvrtc.compile_ptx(source, "sm_87")
+    text = code.decode()
+    assert ".target sm_87" in text
+    assert ".entry twice" in text
+    # TVM tells the two forms apart by the first character.
+    assert text.lstrip().startswith("//")

@@ -11,6 +11,8 @@ from bitmtp_tvm.checkpoint import dense_shapes, matrix_shapes, random_checkpoint
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.weights import (
     FUSED,
+    LowBit,
+    model_tensors,
     pack_parameters,
     parameter_specs,
     rope_table,
@@ -18,7 +20,7 @@ from bitmtp_tvm.weights import (
     write_parameters,
 )
 from relax_models.config import PRESETS
-from relax_models.formats import LAYOUTS, unpack
+from relax_models.formats import FORMATS, KINDS, unpack, unpack_scales
 
 CONFIG = replace(
     PRESETS["bitnet-2b"],
@@ -32,31 +34,101 @@ CONFIG = replace(
 )
 
 
+BONSAI = replace(
+    PRESETS["bonsai-8b"],
+    vocab_size=37,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=3,
+    head_dim=64,
+)
+CONFIGS = {
+    "bitnet": CONFIG,
+    "ternary-untied": BONSAI,
+    "ternary-tied": replace(BONSAI, tie_word_embeddings=True),
+    "binary-untied": replace(BONSAI, weight_format="binary-g128"),
+}
+
+
 @pytest.fixture(scope="module")
 def checkpoint():
     return random_checkpoint(CONFIG, seed=3)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_parameters_are_those_of_the_specs_in_order(checkpoint, kind):
-    packed = [(name, (t.shape, str(t.dtype))) for name, t in pack_parameters(checkpoint, kind, 9)]
-    assert packed == list(parameter_specs(CONFIG, kind, 9).items())
+@pytest.fixture(scope="module", params=CONFIGS)
+def any_checkpoint(request):
+    return random_checkpoint(CONFIGS[request.param], seed=3)
 
 
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_fused_matrices_hold_their_parts_in_plain_row_order(checkpoint, kind):
-    parameters = dict(pack_parameters(checkpoint, kind, 9))
-    for matrix, parts in FUSED.items():
-        rows = segments(CONFIG, matrix)
-        k = matrix_shapes(CONFIG)[f"layers.1.{parts[0]}"][1]
-        codes = unpack(parameters[f"layers.1.{matrix}.weight"], sum(rows), k, kind)
-        pieces = np.split(codes, np.cumsum(rows)[:-1])
-        for part, piece, scale in zip(
-            parts, pieces, parameters[f"layers.1.{matrix}.scale"], strict=True
-        ):
-            wanted, wanted_scale = checkpoint.low_bit(f"layers.1.{part}")
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_the_specs_in_order(any_checkpoint, kind):
+    tensors = pack_parameters(any_checkpoint, kind, 9)
+    packed = [(name, (t.shape, str(t.dtype))) for name, t in tensors]
+    assert packed == list(parameter_specs(any_checkpoint.config, kind, 9).items())
+    assert packed[0][0] == "embed.weight" and packed[-1][0] == "rope.table"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_those_of_the_model(any_checkpoint, kind):
+    from relax_models.layers import Storage
+    from relax_models.models import MODELS
+
+    config = any_checkpoint.config
+    mod, names = MODELS[config.architecture](config, Storage(kind, 48, 9)).export()
+    wanted = [v.ty for v in mod["decode"].params[-len(names) :]]
+    shapes = {
+        name: (tuple(int(size) for size in info.shape), str(info.dtype))
+        for name, info in zip(names, wanted, strict=True)
+        if not name.endswith(".kv.cache")
+    }
+    assert shapes == parameter_specs(config, kind, 9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_matrices_hold_their_parts_in_plain_row_order(any_checkpoint, kind):
+    config = any_checkpoint.config
+    form = FORMATS[config.weight_format]
+    parameters = dict(pack_parameters(any_checkpoint, kind, 9))
+    seen = 0
+    for tensor in model_tensors(config):
+        if not isinstance(tensor, LowBit):
+            continue
+        rows, k = sum(tensor.rows), tensor.k
+        codes = unpack(parameters[f"{tensor.stem}.weight"], rows, k, kind, form.bits)
+        scales = parameters[f"{tensor.stem}.scale"]
+        pieces = np.split(codes, np.cumsum(tensor.rows)[:-1])
+        if form.group:
+            scales = unpack_scales(scales, rows, k, kind, form.bits)
+            scales = np.split(scales, np.cumsum(tensor.rows)[:-1])
+        for source, piece, scale in zip(tensor.sources, pieces, scales, strict=True):
+            wanted, wanted_scale = any_checkpoint.low_bit(source)
             np.testing.assert_array_equal(piece, wanted)
-            assert scale == np.float32(wanted_scale)
+            np.testing.assert_array_equal(scale, np.asarray(wanted_scale, scale.dtype))
+            seen += 1
+    assert seen == len(matrix_shapes(config))
+
+
+def test_segments_are_the_rows_of_the_parts():
+    assert {matrix: segments(BONSAI, matrix) for matrix in FUSED} == {
+        "qkv": (384, 192, 192),
+        "o": (128,),
+        "gate_up": (256, 256),
+        "down": (128,),
+    }
+
+
+def test_random_groups_have_scales_of_their_own(any_checkpoint):
+    config = any_checkpoint.config
+    form = FORMATS[config.weight_format]
+    for name, (n, k) in matrix_shapes(config).items():
+        codes, scales = any_checkpoint.low_bit(name)
+        assert codes.shape == (n, k) and set(np.unique(codes)) == set(range(form.bits + 1))
+        if form.group:
+            assert scales.shape == (n, k // 128) and scales.dtype == np.float16
+            assert len(np.unique(scales)) > min(scales.size, 300) // 2
+    assert config.quantization == "random"
 
 
 def test_random_tensors_are_seeded_by_name_and_differ(checkpoint):
@@ -112,8 +184,12 @@ def test_unwritable_directory_is_one_sentence(checkpoint, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", LAYOUTS)
-def test_the_real_shapes_pack_in_little_memory(kind, tmp_path):
-    big = random_checkpoint(PRESETS["bitnet-2b"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("bitnet-2b", 1.18e9), ("bonsai-1.7b", 0.4595e9), ("bonsai-4b", 1.0712e9)],
+)
+def test_the_real_shapes_pack_in_little_memory(name, size, kind, tmp_path):
+    big = random_checkpoint(PRESETS[name])
     records = write_parameters(tmp_path, pack_parameters(big, kind, 4096))
-    assert sum(record["bytes"] for record in records) == pytest.approx(1.18e9, rel=0.01)
+    assert sum(record["bytes"] for record in records) == pytest.approx(size, rel=0.01)

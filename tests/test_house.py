@@ -16,6 +16,7 @@ RUNTIME = {
     for name in (
         "artifact",
         "cache",
+        "chat",
         "cli",
         "decoder",
         "demo",
@@ -65,7 +66,7 @@ def test_imports_point_one_way(package, others):
     assert not found
 
 
-@pytest.mark.parametrize("module", ["config", "formats"])
+@pytest.mark.parametrize("module", ["config", "formats", "quantizers"])
 def test_shapes_and_formats_need_no_tvm(module):
     names = used_by("relax_models")[f"relax_models.{module}"]
     assert not {name for name in names if within(name, {"tvm", "tvm_ffi"})}

@@ -41,10 +41,14 @@ def test_every_operation_has_a_rule_for_the_processor():
         "embed",
         "final_norm",
         "gated_norm_quantize",
+        "gated_quantize",
         "greedy",
         "head",
+        "low_bit_embed",
         "low_bit_linear",
         "norm_quantize",
+        "qk_norm",
+        "quantize",
         "rope_kv_write",
     }
     assert set(cpu.RULES) == defined

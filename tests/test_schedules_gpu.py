@@ -13,6 +13,7 @@ from gpu_kernels import (
     ATTENTIONS,
     CAUSAL_WIDTHS,
     EPS,
+    GROUP,
     HEAD_ROWS,
     HEADS,
     LINEAR_WIDTHS,
@@ -24,8 +25,11 @@ from gpu_kernels import (
     SLOTS,
     VOCABULARIES,
     attention,
+    group_linear,
     kernel,
     linear,
+    normal,
+    nothing,
 )
 
 from bitmtp_tvm import reference
@@ -36,10 +40,14 @@ OPERATIONS = {
     "embed",
     "final_norm",
     "gated_norm_quantize",
+    "gated_quantize",
     "greedy",
     "head",
+    "low_bit_embed",
     "low_bit_linear",
     "norm_quantize",
+    "qk_norm",
+    "quantize",
     "rope_kv_write",
 }
 ARCHES = ("sm_86", "sm_87", "sm_90a")
@@ -50,7 +58,7 @@ def model_kernels(hidden, ffn, heads, kv_heads, head_dim, vocab, width):
     query, kv = heads * head_dim, kv_heads * head_dim
     yield kernel("embed", vocab, hidden, width=width)
     yield kernel("norm_quantize", hidden, EPS, width=width)
-    yield kernel("gated_norm_quantize", ffn, EPS, width=width)
+    yield kernel("gated_norm_quantize", ffn, EPS, "relu2", width=width)
     yield kernel("rope_kv_write", heads, kv_heads, head_dim, 4096, 4224, width=width)
     yield kernel("attention", heads, kv_heads, head_dim, 4224, width > 64, width=width)
     yield linear((query, kv, kv), hidden, False, width)
@@ -63,10 +71,31 @@ def model_kernels(hidden, ffn, heads, kv_heads, head_dim, vocab, width):
         yield kernel("greedy", vocab, rows=width)
 
 
+def group_model_kernels(hidden, ffn, heads, kv_heads, head_dim, vocab, form, width):
+    """The operations that a model with group scales has and the one above has not.
+
+    Of its linears that with the fewest and that with the most groups: the others are like them.
+    """
+    query, kv = heads * head_dim, kv_heads * head_dim
+    yield kernel("low_bit_embed", vocab, hidden, "cuda", form, width=width)
+    yield kernel("norm_quantize", hidden, EPS, GROUP, width=width)
+    yield kernel("qk_norm", heads, kv_heads, head_dim, EPS, width=width)
+    yield kernel("quantize", query, GROUP, width=width)
+    yield kernel("gated_quantize", ffn, GROUP, width=width)
+    yield group_linear((query, kv, kv), hidden, False, form, width)
+    yield group_linear((hidden,), ffn, True, form, width)
+    if width <= 64:
+        yield group_linear((vocab,), hidden, False, form, width)
+
+
 def real_kernels():
     for width in (1, 8, 128):
         yield from model_kernels(2560, 6912, 20, 5, 128, 128256, width)
+    for width in (1, 128):
+        yield from group_model_kernels(2560, 9728, 32, 8, 128, 151669, "ternary-g128", width)
+    yield from group_model_kernels(4096, 12288, 32, 8, 128, 151669, "binary-g128", 8)
     yield from model_kernels(512, 1408, 8, 2, 64, 8192, 8)
+    yield kernel("gated_norm_quantize", 6912, EPS, "silu", width=8)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +166,7 @@ def test_kernels_of_the_real_shapes_compile_without_spills(source, arch):
 def test_weights_and_activations_are_loaded_by_16_bytes(source):
     bodies = re.split(r'^extern "C" __global__ ', source, flags=re.MULTILINE)
     linears = [b for b in bodies if re.search(r" low_bit_linear\w+\([^)]*\) \{", b)]
-    assert len(linears) == 16
+    assert len(linears) == len({k.name for k in real_kernels() if k.op == "low_bit_linear"})
     for text in linears:
         assert set(re.findall(r"\*\((\w+)\*\)\((?:weight|q)_ptr", text)) == {"uint4", "int4"}
         assert not re.search(r"(?<!total)(?:\bweight|\bq)_ptr\[", text)
@@ -152,40 +181,30 @@ def test_tiles_fit_any_shape():
         assert tile.warps * tile.ahead * -(-blocks // (tile.warps * tile.ahead)) >= blocks
 
 
+def test_the_sum_over_groups_hangs_on_their_number_alone():
+    from schedules.gpu.low_bit_group_gemv import choose_tile
+    from schedules.gpu.packed import GROUP_PACKINGS
+
+    widths, tiles, groups = (1, 2, 3, 7, 8, 9, 64, 2048), (1, 128, 9480), (1, 3, 20, 76, 96, 300)
+    for packing, width, n, g in product(GROUP_PACKINGS.values(), widths, tiles, groups):
+        tile = choose_tile(width, n, g, packing)
+        assert tile.warps == gpu_kernels.group_warps(g) <= 16
+        assert tile.tokens <= min(width, 8)
+        assert tile.row_tiles * packing.rows * tile.tokens <= 16
+
+
 def test_masks_of_more_than_64_rows_are_refused():
     with pytest.raises(ValueError, match="64 rows at most"):
         gpu_kernels.schedule([attention(8, 2, 64, False, 65)], gpu_kernels.target_for("sm_86"))
 
 
+@pytest.mark.parametrize("op", ["quantize", "gated_quantize"])
+def test_groups_of_rows_that_a_warp_cannot_load_are_refused(op):
+    with pytest.raises(ValueError, match="no multiple of 4"):
+        gpu_kernels.schedule([kernel(op, 130, GROUP, width=1)], gpu_kernels.target_for("sm_86"))
+
+
 # ---- on the device ----
-
-
-@pytest.fixture(scope="session")
-def kernels(request, tmp_path_factory):
-    """The library that `--kernels` names, else one built here for the device at hand."""
-    folder = request.config.getoption("--kernels")
-    if folder is None:
-        from bitmtp_tvm.device import read_device
-
-        major, minor = read_device().compute_capability
-        arch = "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
-        folder = tmp_path_factory.mktemp("kernels")
-        gpu_kernels.build(folder, arch)
-    return gpu_kernels.Kernels(gpu_kernels.Path(folder) / gpu_kernels.LIBRARY)
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
-
-
-def nothing(*shape):
-    """A result that nobody has written."""
-    return np.full(shape, np.nan, np.float32)
 
 
 def words_of(seen):
@@ -213,11 +232,11 @@ def test_linear_equals_the_twin(kernels, rng, segments, size, residual, width):
     assert np.array_equal(got[-1], want + added if residual else want)
 
 
-def quantized(kernels, op, size, x, weight):
+def quantized(kernels, op, size, x, weight, *settings):
     """Run a quantising norm on x `(W, …)`; returns q, scale, total."""
     width = len(x)
     results = [np.full((width, padded_k(size)), 99, np.int8), nothing(width)]
-    item = kernel(op, size, EPS, width=width)
+    item = kernel(op, size, EPS, *settings, width=width)
     return kernels.run(item, [x, weight, *results, np.zeros(width, np.int32)])[-3:]
 
 
@@ -233,24 +252,32 @@ def test_norms_equal_the_twin_where_its_sums_are_exact(kernels, rng, size, width
     for a, b in zip(got, reference.quantize(reference.rms_norm(x, weight, EPS)), strict=True):
         assert np.array_equal(a, b)
     x = rng.integers(-3, 4, (width, 2 * size)).astype(np.float32)
-    got = quantized(kernels, "gated_norm_quantize", size, x, weight)
+    got = quantized(kernels, "gated_norm_quantize", size, x, weight, "relu2")
     want = reference.gated_norm_quantize(x[:, :size], x[:, size:], weight, EPS)
     for a, b in zip(got, want, strict=True):
         assert np.array_equal(a, b)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["norm_quantize", "gated_norm_quantize"])
+@pytest.mark.parametrize(
+    ("op", "settings"),
+    [
+        ("norm_quantize", ()),
+        ("gated_norm_quantize", ("relu2",)),
+        ("gated_norm_quantize", ("silu",)),
+    ],
+)
 @pytest.mark.parametrize("size", NORM_SIZES)
-def test_a_quantised_row_is_the_same_in_every_width(kernels, rng, op, size):
+def test_a_quantised_row_is_the_same_in_every_width(kernels, rng, op, settings, size):
     weight = rng.uniform(0.5, 2, size).astype(np.float32)
     columns = size if op == "norm_quantize" else 2 * size
     x = normal(rng, max(NORM_WIDTHS), columns)
     x[3, 5] = np.nan
-    together = quantized(kernels, op, size, x, weight)
+    together = quantized(kernels, op, size, x, weight, *settings)
     assert np.isnan(together[1]).tolist() == [i == 3 for i in range(len(x))]
     for i in range(len(x)):
-        for a, b in zip(together, quantized(kernels, op, size, x[i : i + 1], weight), strict=True):
+        alone = quantized(kernels, op, size, x[i : i + 1], weight, *settings)
+        for a, b in zip(together, alone, strict=True):
             assert np.array_equal(a[i : i + 1], b, equal_nan=True)
 
 

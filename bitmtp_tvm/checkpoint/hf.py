@@ -1,40 +1,35 @@
-"""A Hugging Face directory with packed BitNet weights: config.json, safetensors, tokenizer.json.
-
-Packed weights are uint8 `(N/4, K)`: bits 2i..2i+1 of row r hold the code of row i * (N/4) + r. With
-N = 8, K = 1 and the codes 0 1 2 0 1 1 2 0 of rows 0..7:
-- r = 0 holds rows 0, 2, 4, 6: 0 | 2 << 2 | 1 << 4 | 2 << 6 = 0x98;
-- r = 1 holds rows 1, 3, 5, 7: 1 | 0 << 2 | 1 << 4 | 0 << 6 = 0x11.
-"""
+"""A Hugging Face directory with a BitNet or a Qwen3: config.json, safetensors, tokenizer.json."""
 
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from bitmtp_tvm.checkpoint.base import Checkpoint, dense_shapes, matrix_shapes
-from bitmtp_tvm.checkpoint.hf_config import read_model_config
+from bitmtp_tvm.checkpoint.base import Checkpoint, Scale, dense_shapes, matrix_shapes
+from bitmtp_tvm.checkpoint.hf_config import read_architecture, read_matrices, read_model_config
+from bitmtp_tvm.checkpoint.hf_files import FLOATS, HFFiles, Wanted
+from bitmtp_tvm.checkpoint.hf_weights import Master
 from bitmtp_tvm.checkpoint.jsonfile import read_json
-from bitmtp_tvm.checkpoint.safetensors_file import SafetensorsFile
+from bitmtp_tvm.checkpoint.options import CheckpointOptions
 from bitmtp_tvm.checkpoint.token_ids import read_token_ids
 from bitmtp_tvm.errors import BitMTPError
-from relax_models.config import ModelConfig
-from relax_models.formats import bf16_bits, bf16_to_float32
+from relax_models.formats import bf16_bits
 
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_FLOATS = ("BF16", "F16", "F32")
 _BF16_INFINITY = 0x7F80
 _ROWS_AT_ONCE = 4096
 
-_DENSE = {
-    "embed": "model.embed_tokens.weight",
-    "norm": "model.norm.weight",
-    "input_norm": "input_layernorm.weight",
-    "attn_sub_norm": "self_attn.attn_sub_norm.weight",
-    "post_attention_norm": "post_attention_layernorm.weight",
-    "ffn_sub_norm": "mlp.ffn_sub_norm.weight",
-}
-_MATRIX = {
+_EMBED, _HEAD = "model.embed_tokens", "lm_head"
+_NAMES = {
+    "embed": _EMBED,
+    "head": _HEAD,
+    "norm": "model.norm",
+    "input_norm": "input_layernorm",
+    "attn_sub_norm": "self_attn.attn_sub_norm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_sub_norm": "mlp.ffn_sub_norm",
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
     "v_proj": "self_attn.v_proj",
@@ -44,84 +39,121 @@ _MATRIX = {
     "down_proj": "mlp.down_proj",
 }
 
-# Allowed element types, and the shape.
-Wanted = tuple[tuple[str, ...], tuple[int, ...]]
-
 
 class HFCheckpoint(Checkpoint):
     """See `open_hf_directory`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, options: CheckpointOptions) -> None:
+        path = directory / "config.json"
+        raw = read_json(path)
+        architecture = read_architecture(path, raw)
+        self._how = read_matrices(path, raw, architecture, options)
+        self._files = HFFiles(directory)
+        # The embedding of a shipped Qwen3 has fewer rows than its config.json says.
+        rows = _rows(self._files) if architecture == "qwen3" else None
         self.name = directory.resolve().name
-        self.config, raw = read_model_config(directory / "config.json")
-        ids = read_token_ids(directory, raw, self.config.vocab_size)
+        self.config = read_model_config(path, raw, architecture, self._how, rows, options)
+        ids = read_token_ids(directory, raw, self.config.vocab_size, architecture == "bitnet")
         self.tokenizer = ids.tokenizer
         self.add_bos = ids.add_bos
         self.bos_token_id = ids.bos_token_id
         self.eos_token_ids = ids.eos_token_ids
+        self.chat_template = ids.chat_template
+        self.special_tokens = ids.special_tokens
         self._matrices = matrix_shapes(self.config)
         self._dense = dense_shapes(self.config)
-        self._files = _open_files(directory)
-        _check_tensors(directory, self._files, _expected(directory, self.config))
+        self._check(raw)
 
-    def low_bit(self, name: str) -> tuple[np.ndarray, float]:
+    def low_bit(self, name: str) -> tuple[np.ndarray, Scale]:
         """See `Checkpoint.low_bit`."""
         n, k = self._matrices[name]
-        stem = _hf_name(name, _MATRIX)
-        packed = self._read(f"{stem}.weight")
-        if np.any(packed & (packed >> np.uint8(1)) & np.uint8(0x55)):
-            raise self._fault(f"{stem}.weight", "holds the code 3, which is no ternary weight")
-        codes = np.empty((4, n // 4, k), np.uint8)
-        for i in range(4):
-            codes[i] = (packed >> np.uint8(2 * i)) & np.uint8(3)
-        scale = float(self._read_float(f"{stem}.weight_scale")[0])
-        if scale <= 0:
-            raise self._fault(f"{stem}.weight_scale", f"is {scale}; a scale must be positive")
-        return codes.reshape(n, k), scale
+        if name == "embed":
+            self._check_tied()
+        return self._how.read(self._files, _hf_name(name), n, k)
 
     def dense(self, name: str) -> np.ndarray:
         """See `Checkpoint.dense`; an embedding of another float type is rounded to bfloat16."""
         if name not in self._dense:
             raise KeyError(name)
-        stored = _hf_name(name, _DENSE)
+        stored = f"{_hf_name(name)}.weight"
         if name != "embed":
-            return self._read_float(stored)
-        if self._files[stored].entries[stored].dtype != "BF16":
-            return _rounded(self._read_float(stored))
-        bits = self._read(stored)
+            return self._files.read_float(stored)
+        self._check_tied()
+        if self._files.entry(stored).dtype != "BF16":
+            return _rounded(self._files.read_float(stored))
+        bits = self._files.read(stored)
         if np.any(bits & np.uint16(_BF16_INFINITY) == _BF16_INFINITY):
-            raise self._fault(stored, "holds a value that is not finite")
+            raise self._files.fault(stored, "holds a value that is not finite")
         return bits
 
-    def _read(self, stored: str) -> np.ndarray:
-        return self._files[stored].read(stored)
+    def _check(self, raw: dict[str, Any]) -> None:
+        """Headers against the configuration."""
+        expected: dict[str, Wanted] = {}
+        for name, dense_shape in dense_shapes(self.config).items():
+            expected[f"{_hf_name(name)}.weight"] = (FLOATS, dense_shape)
+        for name, (n, k) in self._matrices.items():
+            expected |= self._how.expected(self._files, _hf_name(name), n, k)
+        head = f"{_HEAD}.weight"
+        if self.config.tie_word_embeddings:
+            # Some files hold the tied head once more: `_check_tied` makes sure that it is the same.
+            expected[head] = (FLOATS, (self.config.vocab_size, self.config.hidden_size))
+        elif head not in self._files:
+            raise BitMTPError(
+                f"{self._files.directory} lacks tensor {head}, but config.json sets "
+                "tie_word_embeddings to false"
+            )
+        self._check_unpacked(raw)
+        self._files.check(expected, optional={head} if self.config.tie_word_embeddings else ())
 
-    def _read_float(self, stored: str) -> np.ndarray:
-        """A finite tensor of one of `_FLOATS` as float32."""
-        bf16 = self._files[stored].entries[stored].dtype == "BF16"
-        raw = self._read(stored)
-        values = bf16_to_float32(raw) if bf16 else raw.astype(np.float32, copy=False)
-        if not np.isfinite(values).all():
-            raise self._fault(stored, "holds a value that is not finite")
-        return values
+    def _check_unpacked(self, raw: dict[str, Any]) -> None:
+        """Packed weights need the quantization_config that says what their scale means."""
+        first = f"{_hf_name('layers.0.q_proj')}.weight"
+        if not isinstance(self._how, Master) or first not in self._files:
+            return
+        if self._files.entry(first).dtype == "U8":
+            stored = raw.get("quantization_config")
+            key = "quantization_config" if stored is None else "quantization_mode"
+            value = None if stored is None else stored["quantization_mode"]
+            raise self._files.fault(first, f"is packed, but in config.json {key} is {value!r}")
 
-    def _fault(self, stored: str, what: str) -> BitMTPError:
-        return BitMTPError(f"{self._files[stored].path}: tensor {stored} {what}")
+    def _check_tied(self) -> None:
+        """A head that is stored though it is tied must be the embedding."""
+        head, embed = f"{_HEAD}.weight", f"{_EMBED}.weight"
+        if not self.config.tie_word_embeddings or head not in self._files:
+            return
+        for start in range(0, self.config.vocab_size, _ROWS_AT_ONCE):
+            stop = start + _ROWS_AT_ONCE
+            one, two = (self._files.read_float(name, start, stop) for name in (head, embed))
+            if not np.array_equal(one, two):
+                raise self._files.fault(
+                    head, f"differs from {embed}, but config.json sets tie_word_embeddings to true"
+                )
 
 
-def open_hf_directory(directory: Path) -> HFCheckpoint:
+def open_hf_directory(directory: Path, options: CheckpointOptions | None = None) -> HFCheckpoint:
     """The checkpoint in `directory`: configuration, ids and headers checked, no tensor read yet.
 
     Raises BitMTPError, one sentence that names file, tensor or option, for whatever is missing, too
     much, of the wrong shape or type, or not supported.
     """
     if directory.is_file():
-        raise BitMTPError(f"{directory} is a file; only Hugging Face directories can be read")
+        raise BitMTPError(f"{directory} is a file; give a GGUF file or a Hugging Face directory")
     if not directory.is_dir():
         raise BitMTPError(f"{directory} does not exist")
     if not (directory / "config.json").is_file():
         raise BitMTPError(f"{directory} is not a Hugging Face checkpoint: it has no config.json")
-    return HFCheckpoint(directory)
+    return HFCheckpoint(directory, options or CheckpointOptions())
+
+
+def _rows(files: HFFiles) -> int:
+    """Rows of the embedding, as its header gives them."""
+    name = f"{_EMBED}.weight"
+    if name not in files:
+        raise BitMTPError(f"{files.directory} lacks tensor {name}")
+    shape = files.entry(name).shape
+    if len(shape) != 2:
+        raise files.fault(name, f"has shape {shape}; an embedding is a matrix")
+    return shape[0]
 
 
 def _rounded(table: np.ndarray) -> np.ndarray:
@@ -133,97 +165,7 @@ def _rounded(table: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _hf_name(name: str, names: dict[str, str]) -> str:
-    """Our name to the one in the file: "layers.3.input_norm" to "model.layers.3.input_layer…"."""
+def _hf_name(name: str) -> str:
+    """Our name to a stem in the file: "layers.3.input_norm" to "model.layers.3.input_layernorm"."""
     match = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
-    return f"model.layers.{match[1]}.{names[match[2]]}" if match else names[name]
-
-
-def _expected(directory: Path, config: ModelConfig) -> dict[str, Wanted]:
-    """Allowed element types and shape of every tensor that the files must hold, and no other."""
-    expected: dict[str, Wanted] = {}
-    for name, dense_shape in dense_shapes(config).items():
-        expected[_hf_name(name, _DENSE)] = (_FLOATS, dense_shape)
-    for name, (n, k) in matrix_shapes(config).items():
-        stem = _hf_name(name, _MATRIX)
-        if n % 4:
-            raise BitMTPError(
-                f"{directory / 'config.json'} gives {stem} {n} rows; packed BitNet weights need a "
-                "multiple of 4"
-            )
-        expected[f"{stem}.weight"] = (("U8",), (n // 4, k))
-        expected[f"{stem}.weight_scale"] = (_FLOATS, (1,))
-    return expected
-
-
-def _open_files(directory: Path) -> dict[str, SafetensorsFile]:
-    """Tensor name to the file that holds it, for a single file or shards with their index."""
-    single, index = directory / _SINGLE, directory / _INDEX
-    if single.exists() and index.exists():
-        raise BitMTPError(f"{directory} has both {_SINGLE} and {_INDEX}: remove one of them")
-    if single.exists():
-        file = SafetensorsFile(single)
-        return dict.fromkeys(file.entries, file)
-    if not index.exists():
-        raise BitMTPError(f"{directory} has neither {_SINGLE} nor {_INDEX}")
-    return _open_shards(directory, index)
-
-
-def _open_shards(directory: Path, index: Path) -> dict[str, SafetensorsFile]:
-    places = read_json(index).get("weight_map")
-    if not isinstance(places, dict):
-        raise BitMTPError(f"{index} has no weight_map")
-    for name, place in places.items():
-        plain = isinstance(place, str) and Path(place).name == place
-        if not plain or not place.endswith(".safetensors"):
-            raise BitMTPError(
-                f"{index} puts tensor {name} into {place!r}, which is no safetensors file name"
-            )
-    owners: dict[str, SafetensorsFile] = {}
-    for place in sorted(set(places.values())):
-        if not (directory / place).is_file():
-            raise BitMTPError(f"{index} names {place}, but {directory} does not hold it")
-        file = SafetensorsFile(directory / place)
-        for name in file.entries:
-            if name in owners:
-                raise BitMTPError(f"tensor {name} is in both {owners[name].path} and {file.path}")
-            if places.get(name) != place:
-                raise BitMTPError(
-                    f"{file.path} holds tensor {name}, but {index} puts it into {places.get(name)}"
-                )
-            owners[name] = file
-    for name, place in places.items():
-        if name not in owners:
-            raise BitMTPError(f"{directory / place} lacks tensor {name}, which {index} puts there")
-    return owners
-
-
-def _check_tensors(
-    directory: Path, files: dict[str, SafetensorsFile], expected: dict[str, Wanted]
-) -> None:
-    """Every tensor of the model is there with its shape and type, and there is no other."""
-    missing = [name for name in expected if name not in files]
-    if missing:
-        raise BitMTPError(f"{directory} lacks tensor {missing[0]}{_more(missing)}")
-    extra = [name for name in files if name not in expected]
-    if extra:
-        raise BitMTPError(
-            f"{files[extra[0]].path} holds tensor {extra[0]}{_more(extra)}, which the model that "
-            "config.json describes has no place for"
-        )
-    for name, (dtypes, shape) in expected.items():
-        entry = files[name].entries[name]
-        if entry.dtype not in dtypes:
-            raise BitMTPError(
-                f"{files[name].path}: tensor {name} is {entry.dtype}, "
-                f"expected {' or '.join(dtypes)}"
-            )
-        if entry.shape != shape:
-            raise BitMTPError(
-                f"{files[name].path}: tensor {name} has shape {entry.shape}, config.json asks for "
-                f"{shape}"
-            )
-
-
-def _more(names: list[str]) -> str:
-    return f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"model.layers.{match[1]}.{_NAMES[match[2]]}" if match else _NAMES[name]

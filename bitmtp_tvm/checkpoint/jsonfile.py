@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.errors import BitMTPError, shown
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -40,5 +40,5 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} stands twice in one object")
+        raise ValueError(f"the key {shown(twice)} stands twice in one object")
     return result

@@ -1,13 +1,14 @@
 """A checkpoint of any shape with random weights, for benchmarks: made on demand, nothing stored."""
 
 import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from bitmtp_tvm.checkpoint.base import Checkpoint, dense_shapes, matrix_shapes
+from bitmtp_tvm.checkpoint.base import Checkpoint, Scale, dense_shapes, matrix_shapes
 from relax_models.config import ModelConfig
-from relax_models.formats import bf16_bits
+from relax_models.formats import K_BLOCK, bf16_bits, get_format
 
 _ROWS_AT_ONCE = 4096
 
@@ -15,8 +16,9 @@ _ROWS_AT_ONCE = 4096
 class RandomCheckpoint(Checkpoint):
     """Tensors seeded one by one by (seed, name): the same in any order and on every machine.
 
-    Codes 0, 1, 2 come with probabilities 1/4, 1/2, 1/4. Scales differ from matrix to matrix and
-    keep activations of order 1: a row of K normalised inputs gives a sum of variance K/2.
+    Ternary codes 0, 1, 2 come with probabilities 1/4, 1/2, 1/4, binary ones with 1/2 each. Scales
+    differ from matrix to matrix and from group to group, and keep activations of order 1: a row of
+    K normalised inputs gives a sum of variance K/2 (ternary) or K (binary).
     """
 
     tokenizer: Path | None = None
@@ -27,18 +29,23 @@ class RandomCheckpoint(Checkpoint):
     def __init__(self, config: ModelConfig, name: str = "random", seed: int = 0) -> None:
         config.validate()
         self.name = name
-        self.config = config
+        self.config = replace(config, quantization="random")
         self.seed = seed
+        self._format = get_format(config.weight_format)
         self._matrices = matrix_shapes(config)
         self._dense = dense_shapes(config)
 
-    def low_bit(self, name: str) -> tuple[np.ndarray, float]:
+    def low_bit(self, name: str) -> tuple[np.ndarray, Scale]:
         """See `Checkpoint.low_bit`."""
         n, k = self._matrices[name]
         generator = self._generator(name)
-        scale = np.float32(generator.uniform(0.75, 1.25) * np.sqrt(2.0 / k))
-        words = generator.integers(0, 1 << 64, -(-n * k // 32), dtype=np.uint64)
-        return _ternary_codes(words)[: n * k].reshape(n, k), float(scale)
+        # The mean square of a weight is 1/2 for two bits and 1 for one.
+        scale = np.float32(generator.uniform(0.75, 1.25) * np.sqrt(self._format.bits / k))
+        codes = _random_codes(generator, n * k, self._format.bits).reshape(n, k)
+        if self._format.group is None:
+            return codes, float(scale)
+        spread = generator.uniform(0.75, 1.25, (n, k // K_BLOCK)).astype(np.float32)
+        return codes, (scale * spread).astype(np.float16)
 
     def dense(self, name: str) -> np.ndarray:
         """See `Checkpoint.dense`."""
@@ -64,12 +71,16 @@ def random_checkpoint(config: ModelConfig, seed: int = 0, name: str = "random") 
     return RandomCheckpoint(config, name, seed)
 
 
-def _ternary_codes(words: np.ndarray) -> np.ndarray:
-    """Random 64-bit words to 32 codes each: every two bits are a code, and 3 becomes 1."""
-    low = np.uint64(0x5555555555555555)
-    both = words & (words >> np.uint64(1)) & low
-    packed = (words & ~(both << np.uint64(1))).view(np.uint8)
-    codes = np.empty((packed.size, 4), np.uint8)
-    for s in range(4):
-        codes[:, s] = (packed >> np.uint8(2 * s)) & np.uint8(3)
-    return codes.reshape(-1)
+def _random_codes(generator: np.random.Generator, count: int, bits: int) -> np.ndarray:
+    """`count` random codes, uint8, from as few random bits as possible.
+
+    A byte gives four ternary codes or eight binary ones, through a table of all 256 bytes; the
+    ternary code 3 becomes 1.
+    """
+    per_byte = 8 // bits
+    words = generator.integers(0, 1 << 64, -(-count // (8 * per_byte)), dtype=np.uint64)
+    table = np.arange(256, dtype=np.uint8)[:, None] >> (bits * np.arange(per_byte, dtype=np.uint8))
+    table &= np.uint8((1 << bits) - 1)
+    table[table == 3] = 1
+    entries = np.ascontiguousarray(table).view(f"<u{per_byte}")[:, 0]
+    return entries[words.view(np.uint8)].view(np.uint8)[:count]

@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 
 from bitmtp_tvm.checkpoint.jsonfile import parse_json
-from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.errors import BitMTPError, shown
 
 _LENGTH_BYTES = 8
 # The limit of the format itself.
 _LARGEST_HEADER = 100_000_000
+# Limits against damaged files; published ones stay far below.
+_LONGEST_NAME = 256
+_MOST_DIMENSIONS = 8
 _GIT_LFS = b"version https://git-lfs"
 
 # numpy's name of each element type; bfloat16 and float8 as the bits.
@@ -67,16 +70,28 @@ class SafetensorsFile:
 
     def read(self, name: str) -> np.ndarray:
         """The tensor `name` in the dtype that `DTYPES` gives, copied out of the file."""
+        return self._read(name, 0, self.entries[name].shape)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Rows [start, stop) along the first axis of the tensor `name`, as `read` gives them."""
+        entry = self.entries[name]
+        first, *rest = entry.shape
+        start, stop, _ = slice(start, stop).indices(first)
+        return self._read(name, start * math.prod(rest), (stop - start, *rest))
+
+    def _read(self, name: str, skipped: int, shape: tuple[int, ...]) -> np.ndarray:
+        """An array of `shape` from behind the first `skipped` elements of a tensor."""
         entry = self.entries[name]
         dtype = np.dtype(DTYPES[entry.dtype])
-        count = math.prod(entry.shape)
+        count = math.prod(shape)
+        begin = entry.begin + skipped * dtype.itemsize
         try:
-            flat = np.fromfile(self.path, dtype, count, offset=entry.begin)
+            flat = np.fromfile(self.path, dtype, count, offset=begin)
         except OSError as fault:
             raise BitMTPError(f"{self.path} cannot be read: {fault.strerror}") from fault
         if flat.size != count:
             raise BitMTPError(f"{self.path} became shorter while it was read: tensor {name} is cut")
-        return flat.reshape(entry.shape)
+        return flat.reshape(shape)
 
 
 def _read_header(file: Any, path: Path, size: int) -> tuple[int, dict[str, Any]]:
@@ -98,17 +113,19 @@ def _read_header(file: Any, path: Path, size: int) -> tuple[int, dict[str, Any]]
 
 def _entry(path: Path, name: str, fields: object, start: int) -> TensorEntry:
     """One entry of the header, checked on its own."""
+    if len(name) > _LONGEST_NAME:
+        raise BitMTPError(f"{path} names a tensor with {len(name)} characters")
     if not isinstance(fields, dict):
         raise BitMTPError(f"the header of {path} has no object for tensor {name}")
     dtype: Any = fields.get("dtype")
     shape: Any = fields.get("shape")
     offsets: Any = fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise BitMTPError(f"{path}: tensor {name} has the unknown element type {dtype!r}")
-    if not _are_sizes(shape):
-        raise BitMTPError(f"{path}: tensor {name} has the impossible shape {shape!r}")
+        raise BitMTPError(f"{path}: tensor {name} has the unknown element type {shown(dtype)}")
+    if not _are_sizes(shape) or len(shape) > _MOST_DIMENSIONS or max(shape, default=0) >= 1 << 48:
+        raise BitMTPError(f"{path}: tensor {name} has the impossible shape {shown(shape)}")
     if not _are_sizes(offsets) or len(offsets) != 2:
-        raise BitMTPError(f"{path}: tensor {name} has the impossible data_offsets {offsets!r}")
+        raise BitMTPError(f"{path}: tensor {name} has the impossible data_offsets {shown(offsets)}")
     begin, end = offsets
     needed = math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize
     if end - begin != needed:

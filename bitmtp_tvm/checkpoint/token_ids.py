@@ -1,7 +1,7 @@
 """The special token ids of a Hugging Face directory, and what its tokenizer adds to a text."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,10 +21,17 @@ class TokenIds:
     add_bos: bool
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    chat_template: str | None = None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_token_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> TokenIds:
+def read_token_ids(
+    directory: Path, config: dict[str, Any], vocab_size: int, begins_with_bos: bool
+) -> TokenIds:
     """Ids from config.json (`config`), generation_config.json and the two tokenizer files.
+
+    `begins_with_bos`: whether a prompt begins with the bos of config.json where no tokenizer file
+    speaks of it. A Qwen3 names one and was trained without.
 
     End tokens are the union of all: chat checkpoints name theirs in only one of the files. Raises
     BitMTPError for an id outside the `vocab_size` rows and for a tokenizer that does not load.
@@ -44,13 +51,18 @@ def read_token_ids(directory: Path, config: dict[str, Any], vocab_size: int) -> 
     path = directory / "tokenizer.json"
     if not path.exists():
         return TokenIds(None, False, bos, tuple(dict.fromkeys(eos)))
-    tokenizer = _guarded(path, lambda: Tokenizer.from_file(str(path)))
+    tokenizer = guarded(path, lambda: Tokenizer.from_file(str(path)))
     _check_vocabulary(path, tokenizer, vocab_size)
     options_path = directory / "tokenizer_config.json"
     options = read_optional_json(options_path)
     eos += _named_end(options_path, options, tokenizer)
-    add_bos = _adds_bos(path, tokenizer, options if options_path.exists() else None, bos)
-    return TokenIds(path, add_bos, bos, tuple(dict.fromkeys(eos)))
+    silent = begins_with_bos and not options_path.exists()
+    add_bos = _adds_bos(path, tokenizer, None if silent else options, bos)
+    template = _chat_template(directory, options_path, options)
+    special = _special_tokens(directory, options)
+    if bos is not None and (word := tokenizer.id_to_token(bos)) is not None:
+        special.setdefault("bos_token", word)
+    return TokenIds(path, add_bos, bos, tuple(dict.fromkeys(eos)), template, special)
 
 
 def _ids(path: Path, values: dict[str, Any], key: str, vocab_size: int) -> list[int]:
@@ -64,7 +76,7 @@ def _ids(path: Path, values: dict[str, Any], key: str, vocab_size: int) -> list[
     return ids
 
 
-def _guarded(path: Path, work: Callable[[], T]) -> T:
+def guarded(path: Path, work: Callable[[], T]) -> T:
     """What `work` gives; a fault of the tokenizers library becomes a BitMTPError about `path`."""
     try:
         return work()
@@ -106,9 +118,9 @@ def _adds_bos(
     """Whether a prompt begins with the bos: `add_bos_token`, else the post-processor.
 
     With neither tokenizer_config.json (`options` None) nor post-processor nothing speaks against
-    it, and a checkpoint that names a bos was trained with it.
+    it, and a BitNet that names a bos was trained with it.
     """
-    added = _guarded(path, lambda: tokenizer.encode("", add_special_tokens=True).ids)
+    added = guarded(path, lambda: tokenizer.encode("", add_special_tokens=True).ids)
     if added and added != [bos]:
         raise BitMTPError(
             f"{path}: its post-processor adds the ids {added} to a text; only the bos, {bos}, is "
@@ -124,3 +136,34 @@ def _adds_bos(
             f"{path.parent} sets add_bos_token in tokenizer_config.json, but names no bos_token_id"
         )
     return bool(wanted)
+
+
+def _chat_template(directory: Path, path: Path, options: dict[str, Any]) -> str | None:
+    """The template of chat_template.jinja, else of tokenizer_config.json (`options` at `path`).
+
+    Of several named ones the one called "default".
+    """
+    jinja = directory / "chat_template.jinja"
+    if jinja.exists():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as fault:
+            raise BitMTPError(f"{jinja} cannot be read: {fault}") from fault
+    template = options.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if template is not None and not isinstance(template, str):
+        raise BitMTPError(f"{path}: chat_template is {template!r}, which is no text")
+    return template
+
+
+def _special_tokens(directory: Path, options: dict[str, Any]) -> dict[str, str]:
+    """The texts of "bos_token", "eos_token" and so on, as chat templates call them."""
+    stored = read_optional_json(directory / "special_tokens_map.json") | options
+    texts = {
+        name: token.get("content") if isinstance(token, dict) else token
+        for name, token in stored.items()
+        if name.endswith("_token") and not name.startswith("add_")
+    }
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

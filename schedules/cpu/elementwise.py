@@ -1,4 +1,4 @@
-"""Embedding, RoPE and the KV write on the processor: the definition's loops, vectorised."""
+"""Embeddings, RoPE and the KV write on the processor: the definition's loops, vectorised."""
 
 import tvm
 from tvm import s_tir, tirx
@@ -17,6 +17,13 @@ def rope_kv_write(
 ) -> tirx.PrimFunc | None:
     """See `relax_models.ops.rope_kv_write`."""
     return _vectorized(func, ["rotate_q", "rotate_k", "write_v"])
+
+
+def low_bit_embed(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """See `relax_models.ops.low_bit_embed`. A few rows of the table: the plain loops will do."""
+    return func
 
 
 def _vectorized(func: tirx.PrimFunc, blocks: list[str]) -> tirx.PrimFunc:

@@ -1,19 +1,39 @@
 """Rules of the cuda target."""
 
+import tvm
+from tvm import tirx
+
+from schedules.gpu import low_bit_gemv, low_bit_group_gemv
 from schedules.gpu.attention import attention
 from schedules.gpu.elementwise import embed, rope_kv_write
 from schedules.gpu.head import greedy, head
-from schedules.gpu.low_bit_gemv import low_bit_linear
+from schedules.gpu.low_bit_embed import low_bit_embed
 from schedules.gpu.norm import final_norm, gated_norm_quantize, norm_quantize
+from schedules.gpu.qk_norm import qk_norm
+from schedules.gpu.quantize import gated_quantize, quantize
+from schedules.workload import Workload
+
+
+def low_bit_linear(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """The rule of the format: one scale a matrix, or one a group."""
+    rule = low_bit_gemv.low_bit_linear(func, work, target)
+    return rule or low_bit_group_gemv.low_bit_linear(func, work, target)
+
 
 RULES = {
     "attention": attention,
     "embed": embed,
     "final_norm": final_norm,
     "gated_norm_quantize": gated_norm_quantize,
+    "gated_quantize": gated_quantize,
     "greedy": greedy,
     "head": head,
+    "low_bit_embed": low_bit_embed,
     "low_bit_linear": low_bit_linear,
     "norm_quantize": norm_quantize,
+    "qk_norm": qk_norm,
+    "quantize": quantize,
     "rope_kv_write": rope_kv_write,
 }

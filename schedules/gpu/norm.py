@@ -3,13 +3,23 @@
 The number of threads, and with it the tree of the sum of squares, depends on the row's size alone.
 """
 
-import struct
 from dataclasses import dataclass
 
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.int8 import (
+    GROUP,
+    LANE_COLUMNS,
+    LEAST_ABSMAX,
+    code,
+    code_factor,
+    code_scale,
+    magnitude,
+    packed_bytes,
+    quantize_group,
+)
 from schedules.gpu.thread import (
     MAX_THREADS,
     WARP,
@@ -18,15 +28,12 @@ from schedules.gpu.thread import (
     ceil_div,
     constant,
     fma,
+    silu,
     span,
     splat,
     vector_width,
 )
 from schedules.workload import Workload
-
-LEAST_ABSMAX = struct.unpack("<i", struct.pack("<f", 1e-5))[0]
-"""Bits of the least absmax. Bits of positive floats order as the floats do, with NaN above all."""
-INFINITY = 0x7F800000
 
 MOST_HELD = 32
 
@@ -80,11 +87,16 @@ def gated_norm_quantize(
     tile = choose_tile(size, work.shapes[2][1])
     zero = splat(T.float32(0), tile.vector)
 
-    def load(gate_up, row, k):
-        gate = gate_up[row, span(k, tile.vector)]
+    def activate(gate):
+        if work.settings["activation"] == "silu":
+            return silu(gate, tile.vector)
         # Unlike a maximum, this lets a NaN pass.
         positive = T.Select(gate < zero, zero, gate)
-        return positive * positive * gate_up[row, span(size + k, tile.vector)]
+        return positive * positive
+
+    def load(gate_up, row, k):
+        gate = gate_up[row, span(k, tile.vector)]
+        return activate(gate) * gate_up[row, span(size + k, tile.vector)]
 
     return _quantizing(work, tile, load)
 
@@ -124,28 +136,9 @@ def _quantizer(tile: RowTile, padded: int):
     """A macro that writes a row held in registers as int8."""
     vector, elements = tile.vector, tile.turns * tile.vector
 
-    def magnitude(value):
-        return T.bitwise_and(T.reinterpret("int32", value), T.int32(0x7FFFFFFF))
-
-    def code(value, factor):
-        rounded = T.nearbyint(value * factor)
-        return T.Cast("int32", T.max(T.min(rounded, T.float32(127)), T.float32(-128)))
-
-    def packed(codes, first):
-        """`vector` codes as the bytes of an int8 vector."""
-        if vector == 1:
-            return T.Cast("int8", codes[first])
-        word = T.bitwise_and(codes[first], 255)
-        for j in range(1, vector):
-            byte = T.bitwise_and(codes[first + j], 255)
-            word = T.bitwise_or(word, T.shift_left(byte, 8 * j))
-        bits = f"int{8 * vector}"
-        return T.reinterpret(f"int8x{vector}", T.Cast(bits, word))
-
     @T.macro
     def quantize(held, q, scale, total, row, thread):
         largest = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        bound = T.sblock_alloc_buffer((1,), "float32", scope="local")
         factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
         codes = T.sblock_alloc_buffer((elements,), "int32", scope="local")
         count = T.sblock_alloc_buffer((1,), "int32", scope="local")
@@ -155,20 +148,43 @@ def _quantizer(tile: RowTile, padded: int):
         for i in T.unroll(elements):
             largest[0] = T.max(largest[0], magnitude(held[i]))
         block_max(largest, magnitudes, tile.warps, thread)
-        bound[0] = T.reinterpret("float32", largest[0])
-        # The scale tells of a NaN; the zeros behind the row stay zeros.
-        factor[0] = T.Select(largest[0] > INFINITY, T.float32(0), T.float32(127) / bound[0])
+        factor[0] = code_factor(largest[0])
         count[0] = 0
         for i in T.unroll(elements):
             codes[i] = code(held[i], factor[0])
             count[0] = count[0] + codes[i]
         for turn in T.unroll(tile.turns):
             if tile.first(turn, thread) < padded:
-                q[row, span(tile.first(turn, thread), vector)] = packed(codes, turn * vector)
+                q[row, span(tile.first(turn, thread), vector)] = packed_bytes(
+                    codes, turn * vector, vector
+                )
         block_sum(count, counts, tile.warps, thread)
         if thread == 0:
-            scale[row] = bound[0] / T.float32(127)
+            scale[row] = code_scale(largest[0])
             total[row] = count[0]
+
+    return quantize
+
+
+def _group_quantizer(tile: RowTile, padded: int):
+    """A macro that writes a row held in registers as int8 by groups: in a turn a warp holds one."""
+    if tile.vector != LANE_COLUMNS:
+        raise ValueError(f"groups of a row whose size is no multiple of {LANE_COLUMNS}")
+
+    @T.macro
+    def quantize(held, q, scale, total, row, thread):
+        for turn in T.unroll(tile.turns):
+            if turn * tile.warps + thread // WARP < padded // GROUP:
+                quantize_group(
+                    held,
+                    turn * LANE_COLUMNS,
+                    q,
+                    scale,
+                    total,
+                    row,
+                    turn * tile.warps + thread // WARP,
+                    thread % WARP,
+                )
 
     return quantize
 
@@ -176,15 +192,17 @@ def _quantizer(tile: RowTile, padded: int):
 def _quantizing(work: Workload, tile: RowTile, load) -> tirx.PrimFunc:
     (width, columns), (size,), (_, padded) = work.shapes[:3]
     normalize = _normalizer(tile, size, work.settings["eps"], load)
-    quantize = _quantizer(tile, padded)
+    grouped = work.settings.get("group")
+    quantize = _group_quantizer(tile, padded) if grouped else _quantizer(tile, padded)
+    scales = work.shapes[3]
 
     @T.prim_func(private=True, s_tir=True)
     def func(
         x: T.Buffer((width, columns), "float32"),
         weight: T.Buffer((size,), "float32"),
         q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width,), "float32"),
-        total: T.Buffer((width,), "int32"),
+        scale: T.Buffer(scales, "float32"),
+        total: T.Buffer(scales, "int32"),
     ):
         for bx in T.thread_binding(width, thread="blockIdx.x"):
             for tx in T.thread_binding(tile.threads, thread="threadIdx.x"):

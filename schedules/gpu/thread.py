@@ -61,6 +61,13 @@ def add(a, b):
     return T.call_pure_extern("float32", "__fadd_rn", a, b)
 
 
+def silu(value, lanes: int = 1):
+    """value / (1 + exp(-value)), for a vector of `lanes` floats."""
+    dtype = f"float32x{lanes}" if lanes > 1 else "float32"
+    one = splat(T.float32(1), lanes)
+    return value / T.call_pure_extern(dtype, "__fadd_rn", one, T.exp(-value))
+
+
 def dp4a(a, b, c):
     """c plus the products of four signed bytes: int32 words a and b."""
     return T.call_pure_extern("int32", "__dp4a", a, b, c)

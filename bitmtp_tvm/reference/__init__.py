@@ -1,0 +1,46 @@
+"""The numpy twin of everything that is compiled: each operation, and the whole forward pass."""
+
+from bitmtp_tvm.reference.model import KVCache, ReferenceModel
+from bitmtp_tvm.reference.ops import (
+    attention,
+    dequantize,
+    embed,
+    gated,
+    gated_norm_quantize,
+    gated_quantize,
+    greedy,
+    group_linear,
+    head,
+    low_bit_accumulate,
+    low_bit_embed,
+    low_bit_linear,
+    qk_norm,
+    quantize,
+    quantize_groups,
+    rms_norm,
+    rope,
+    silu,
+)
+
+__all__ = [
+    "KVCache",
+    "ReferenceModel",
+    "attention",
+    "dequantize",
+    "embed",
+    "gated",
+    "gated_norm_quantize",
+    "gated_quantize",
+    "greedy",
+    "group_linear",
+    "head",
+    "low_bit_accumulate",
+    "low_bit_embed",
+    "low_bit_linear",
+    "qk_norm",
+    "quantize",
+    "quantize_groups",
+    "rms_norm",
+    "rope",
+    "silu",
+]

@@ -1,0 +1,192 @@
+"""Linear whose weights and activations carry a scale for every 128 columns, on cuda.
+
+The float sum over the groups is part of the result, so its tree is fixed by K alone, and the same
+at every width:
+
+- a lane's share of a group is its exact integer sum of (weight + 1) · q over its 32 columns, less
+  the group's total in lane t = 0;
+- warp w goes through the groups w, w + warps, w + 2 · warps, …; each lane adds
+  share · (scale · weight_scale), the product of the scales rounded, the rest fused;
+- the four lanes of a row are added as (0 + 2) + (1 + 3), then the warps in their order, then the
+  residual.
+
+Rows and tokens of a block and the loads in flight are free to differ from width to width.
+"""
+
+import tvm
+from tvm import tirx
+from tvm.script import tirx as T
+
+from schedules.gpu.low_bit_group_warp import GroupTile, accumulator
+from schedules.gpu.packed import GROUP_PACKINGS, Packing
+from schedules.gpu.thread import WARP, add, ceil_div, warp_sum
+from schedules.workload import Workload
+
+MOST_TOKENS = 8
+MOST_WARPS = 16
+LEAST_GROUPS = 4
+# Below this many blocks a device has multiprocessors to spare, and blocks are kept small.
+MANY_BLOCKS = 512
+
+
+def warps_for(groups: int) -> int:
+    """Ways that K is split: a shape of the sum, so nothing but the number of groups may enter."""
+    return ceil_div(groups, max(LEAST_GROUPS, ceil_div(groups, MOST_WARPS)))
+
+
+def choose_tile(width: int, tiles: int, groups: int, packing: Packing) -> GroupTile:
+    """The tile for `width` activation rows and `tiles` x `groups` tiles of weights."""
+    warps, tokens = warps_for(groups), _share(width, MOST_TOKENS)
+    # More rows share the loads of the activations; with few rows there is little to share.
+    many = tiles * ceil_div(width, tokens) >= MANY_BLOCKS and tokens >= 4
+    row_tiles = 2 if many and packing.bits == 2 else 1
+    rows = row_tiles * packing.rows
+    if rows == 4:
+        tokens = _share(width, MOST_TOKENS // 2)
+    # Sums of many rows leave no registers to load ahead, and there is work to do meanwhile.
+    most_ahead = 4 if rows * tokens <= 2 else 2 if rows == 2 or tokens <= 2 else 1
+    rounds = ceil_div(ceil_div(groups, warps), most_ahead)
+    return GroupTile(tokens, row_tiles, warps, ceil_div(groups, warps * rounds))
+
+
+def _share(width: int, most: int) -> int:
+    """Activation rows of a block: spread evenly over the fewest blocks of up to `most`."""
+    return ceil_div(width, ceil_div(width, most))
+
+
+def low_bit_linear(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """See `relax_models.ops.low_bit_linear`; the formats with groups."""
+    packing = GROUP_PACKINGS.get(work.settings["format"])
+    if packing is None:
+        return None
+    tiles, groups = work.shapes[3][:2]
+    return _template(work, packing, choose_tile(work.width, tiles, groups, packing))
+
+
+def _template(work: Workload, packing: Packing, tile: GroupTile) -> tirx.PrimFunc:
+    width, columns = work.shapes[-1]
+    padded = work.shapes[0][1]
+    weight_shape, scales_shape = work.shapes[3:5]
+    tiles, groups = weight_shape[:2]
+    tokens, row_tiles, warps = tile.tokens, tile.row_tiles, tile.warps
+    parts, threads = ceil_div(width, tokens), warps * WARP
+    grid = ceil_div(tiles, row_tiles) * parts
+    sums = row_tiles * packing.rows * tokens
+    accumulate = accumulator(packing, tile, (width, tiles, groups))
+
+    def with_residual(value, residual, token, n):
+        return value if residual is None else add(value, residual[token, n])
+
+    @T.macro
+    def store(partial, at, residual, y, token, n):
+        dot = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        if (at < sums * 8) and (token < width) and (n < columns):
+            dot[0] = partial[at]
+            for i in T.unroll(warps - 1):
+                dot[0] = add(dot[0], partial[(i + 1) * sums * 8 + at])
+            y[token, n] = with_residual(dot[0], residual, token, n)
+
+    @T.macro
+    def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
+        acc = T.sblock_alloc_buffer((sums,), "float32", scope="local")
+        partial = T.sblock_alloc_buffer((warps * sums * 8,), "float32", scope="shared")
+        accumulate(
+            q,
+            scale,
+            total,
+            weight,
+            weight_scale,
+            acc,
+            first_tile,
+            token,
+            thread // WARP,
+            thread % WARP,
+        )
+        for i in T.unroll(sums):
+            warp_sum(acc, i, 4)
+        if thread % 4 == 0:
+            for i in T.unroll(sums):
+                partial[(thread // WARP * sums + i) * 8 + thread % WARP // 4] = acc[i]
+        T.tvm_storage_sync("shared")
+        # Sum number at // 8 of a lane: eight rows of one activation row.
+        for turn in T.unroll(ceil_div(sums * 8, threads)):
+            store(
+                partial,
+                turn * threads + thread,
+                residual,
+                y,
+                token + (turn * threads + thread) // 8 % tokens,
+                first_tile * packing.tile
+                + (turn * threads + thread) // (8 * tokens) * 8
+                + thread % 8,
+            )
+
+    # Neighbouring blocks share their weights, so that these come from memory once.
+    def first_tile_of(block):
+        return block // parts * row_tiles
+
+    def first_token_of(block):
+        return block % parts * tokens
+
+    if work.settings["residual"]:
+
+        @T.prim_func(private=True, s_tir=True)
+        def added(
+            q: T.Buffer((width, padded), "int8"),
+            scale: T.Buffer((width, groups), "float32"),
+            total: T.Buffer((width, groups), "int32"),
+            weight: T.Buffer(weight_shape, "uint32"),
+            weight_scale: T.Buffer(scales_shape, "float16"),
+            residual: T.Buffer((width, columns), "float32"),
+            y: T.Buffer((width, columns), "float32"),
+        ):
+            for bx in T.thread_binding(grid, thread="blockIdx.x"):
+                for tx in T.thread_binding(threads, thread="threadIdx.x"):
+                    with T.sblock("linear"):
+                        block = T.axis.spatial(grid, bx)
+                        thread = T.axis.spatial(threads, tx)
+                        one_block(
+                            q,
+                            scale,
+                            total,
+                            weight,
+                            weight_scale,
+                            residual,
+                            y,
+                            first_tile_of(block),
+                            first_token_of(block),
+                            thread,
+                        )
+
+        return added
+
+    @T.prim_func(private=True, s_tir=True)
+    def plain(
+        q: T.Buffer((width, padded), "int8"),
+        scale: T.Buffer((width, groups), "float32"),
+        total: T.Buffer((width, groups), "int32"),
+        weight: T.Buffer(weight_shape, "uint32"),
+        weight_scale: T.Buffer(scales_shape, "float16"),
+        y: T.Buffer((width, columns), "float32"),
+    ):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
+            for tx in T.thread_binding(threads, thread="threadIdx.x"):
+                with T.sblock("linear"):
+                    block = T.axis.spatial(grid, bx)
+                    thread = T.axis.spatial(threads, tx)
+                    one_block(
+                        q,
+                        scale,
+                        total,
+                        weight,
+                        weight_scale,
+                        None,
+                        y,
+                        first_tile_of(block),
+                        first_token_of(block),
+                        thread,
+                    )
+
+    return plain

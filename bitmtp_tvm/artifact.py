@@ -23,6 +23,11 @@ from bitmtp_tvm.targets import parse_arch
 
 LIBRARY = "model.so"
 MANIFEST = "manifest.json"
+# What compile writes, and what `bench --steps` adds: nothing else is ever replaced.
+OWN_FILES = re.compile(
+    r"manifest\.json|model\.so|params-\d{5}\.safetensors|tokenizer\.json|chat_template\.jinja"
+    r"|t_w\.json"
+)
 MACHINE_NAMES = {"arm64": "aarch64", "AMD64": "x86_64"}
 
 
@@ -280,11 +285,22 @@ def _check_replaceable(directory: Path) -> None:
         return
     if not directory.is_dir():
         raise UsageError(f"{directory} exists and is no folder: choose another -o")
-    if not (directory / MANIFEST).exists() and any(directory.iterdir()):
+    if directory.resolve() == Path.cwd():
+        raise UsageError(f"{directory} is the current folder: choose another -o")
+    names = {path.name for path in directory.iterdir()}
+    foreign = sorted(name for name in names if not OWN_FILES.fullmatch(name))
+    if foreign:
+        raise UsageError(
+            f"{directory} exists and holds {foreign[0]}, so it is no artifact: choose another -o, "
+            "or remove it"
+        )
+    if names and not {MANIFEST, LIBRARY} <= names:
         raise UsageError(f"{directory} exists and is no artifact: choose another -o, or remove it")
 
 
 def _swap(new: Path, directory: Path, old: Path) -> None:
+    # Once more: somebody may have put something there while the artifact was made.
+    _check_replaceable(directory)
     if directory.exists():
         os.rename(directory, old)
     try:

@@ -1,43 +1,90 @@
 """What all commands share: how a fault or a signal ends them."""
 
+import io
+import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from bitmtp_tvm.errors import BitMTPError
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run(work: Callable[[], object], verbose: bool = False) -> int:
     """Run `work` and return the exit code of the command.
 
     A `BitMTPError` or a refusal of the operating system becomes one line on stderr and its exit
-    code (2 for usage, 1 otherwise), with the traceback only when `verbose`. Ctrl-C gives 130;
-    SIGTERM ends the process with 143 after everything half written is removed.
+    code (2 for usage, 1 otherwise), with the traceback only when `verbose`. A signal that asks for
+    the end gives 128 and its number, 130 for Ctrl-C, after everything half written is removed.
     """
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        work()
-    except BitMTPError as fault:
-        return _report(fault, fault.exit_code, verbose)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:
-        # The reader of stdout went away (`… | head`): there is nobody left to say anything to.
-        sys.stderr.close()
-        return 1
-    except OSError as fault:
-        return _report(fault, 1, verbose)
+    _prepare_streams()
+    with _stopping() as received:
+        try:
+            work()
+            sys.stdout.flush()
+        except BaseException as fault:
+            return _ended(fault, received, verbose)
     return 0
 
 
-def _report(fault: Exception, code: int, verbose: bool) -> int:
+def _prepare_streams() -> None:
+    """A closed stream takes what is written without a word; a character that a terminal cannot show
+    becomes a question mark."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+@contextmanager
+def _stopping() -> Iterator[list[int]]:
+    """Signals become KeyboardInterrupt; the list holds their numbers.
+
+    Foreign code on the stack may turn the exception into another, so the list is what counts.
+    """
+    received: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        received.append(number)
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, stop) for number in STOPPING}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _ended(fault: BaseException, received: list[int], verbose: bool) -> int:
+    if received or isinstance(fault, KeyboardInterrupt):
+        _report("interrupted", verbose=False)
+        return 128 + (received[0] if received else signal.SIGINT)
+    if isinstance(fault, BrokenPipeError):
+        # The reader of stdout went away (`… | head`): nothing is left to say, and nobody to hear.
+        _drop_stdout()
+        return 1
+    if isinstance(fault, BitMTPError | OSError):
+        _drop_stdout()
+        _report(f"error: {' '.join(str(fault).split())}", verbose)
+        return fault.exit_code if isinstance(fault, BitMTPError) else 1
+    raise fault
+
+
+def _report(line: str, verbose: bool) -> None:
     if verbose:
         traceback.print_exc()
-    print(f"error: {' '.join(str(fault).split())}", file=sys.stderr)
-    return code
+    print(line, file=sys.stderr)
 
 
-def _terminate(number: int, frame: object) -> None:
-    sys.exit(128 + number)
+def _drop_stdout() -> None:
+    """Where stdout cannot be written, send the rest elsewhere: Python would complain at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bitmtp_tvm.cli import run
-from bitmtp_tvm.errors import UsageError
+from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.manifest import (
     KVLayout,
     Manifest,
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 DEMO = Path(__file__).parent / "assets" / "demo"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
+MOST_CONTEXT = 1 << 20
+"""Longest context in tokens: the rotary table and the KV storage grow with it."""
+
 MOST_ROWS = 64
 """Widest decode bucket: a row's view of its step is one bit a row, in two words."""
 
@@ -175,6 +178,12 @@ def make_plan(options: CompileOptions) -> Plan:
     context = longest if options.context is None else options.context
     if not 1 <= context <= longest:
         raise UsageError(f"--context is {context}; {checkpoint.name} serves 1 to {longest} tokens")
+    if context > MOST_CONTEXT:
+        raise UsageError(
+            f"{checkpoint.name} serves {context} tokens, more than can be planned for: give "
+            f"--context, at most {MOST_CONTEXT}"
+        )
+    check_template(checkpoint)
     directory = options.output or Path("dist") / f"{checkpoint.name}-{target.name}"
     return Plan(target, checkpoint, context, options.widths or target.widths, directory)
 
@@ -183,7 +192,16 @@ def find_checkpoint(options: CompileOptions) -> "Checkpoint":
     from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
     from relax_models.config import PRESETS
 
+    if options.model == "":
+        raise UsageError("--model is empty: give a checkpoint, or leave it out for the demo")
     if options.random_weights:
+        about_files = ("quant", "quant_threshold", "mask_token_id", "block_size")
+        given = [name for name in about_files if getattr(options, name) is not None]
+        if given:
+            raise UsageError(
+                f"--{given[0].replace('_', '-')} is about a checkpoint's files, and "
+                "--random-weights has none: leave it out"
+            )
         if options.model not in PRESETS:
             raise UsageError(f"--random-weights needs --model, one of: {', '.join(PRESETS)}")
         return random_checkpoint(PRESETS[options.model], name=options.model)
@@ -285,6 +303,14 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * np.dtype(dtype).itemsize
+
+
+def check_template(checkpoint: "Checkpoint") -> None:
+    """Raise `BitMTPError` for a chat template that no file can hold, before the work."""
+    try:
+        (checkpoint.chat_template or "").encode()
+    except UnicodeEncodeError as fault:
+        raise BitMTPError(f"the chat template of {checkpoint.name} is not valid text") from fault
 
 
 def write_text_files(checkpoint: "Checkpoint", folder: Path) -> None:

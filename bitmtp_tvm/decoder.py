@@ -67,7 +67,12 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context: int) -> li
     Raises `UsageError` for an empty prompt, one longer than `context`, or an id outside
     [0, `vocab_size`): on the device such an id would read memory that is not the embedding's.
     """
-    tokens = [operator.index(token) for token in prompt_ids]
+    if isinstance(prompt_ids, bytes):
+        raise UsageError("a prompt is a text or a list of token ids, not bytes: decode it first")
+    try:
+        tokens = [operator.index(token) for token in prompt_ids]
+    except TypeError as fault:
+        raise UsageError(f"a prompt is a text or a list of token ids: {fault}") from fault
     if not tokens:
         raise UsageError("the prompt has no tokens: give at least one")
     for place, token in enumerate(tokens):

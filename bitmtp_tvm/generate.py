@@ -1,8 +1,9 @@
 """`python -m bitmtp_tvm.generate`: continue prompts with a compiled model."""
 
 import argparse
-import io
+import codecs
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -92,6 +93,8 @@ def positive(text: str) -> int:
 
 def token_ids(text: str) -> tuple[int, ...]:
     try:
+        if not re.fullmatch(r"\s*-?\d+\s*(,\s*-?\d+\s*)*", text):
+            raise ValueError
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(
@@ -123,7 +126,8 @@ def read_prompts(options: GenerateOptions) -> list[Prompt]:
 def read_prompt_file(path: Path) -> list[Prompt]:
     """The prompts of a file with one JSON string a line; empty lines are skipped."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        # Some editors begin a file with a mark that none of them shows.
+        lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as fault:
         raise BitMTPError(f"{path} cannot be read: {fault.strerror}") from fault
     prompts = []
@@ -183,9 +187,6 @@ def encode(engine: "Engine", prompt: Prompt, chat: bool) -> list[int]:
 
 
 def writer(options: GenerateOptions) -> Callable[["Generation"], None]:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        # A terminal that cannot show a character gets a question mark, not the end of the answer.
-        sys.stdout.reconfigure(errors="replace")
     if options.json:
         return write_json
     return write_text if options.prompt_ids is None else write_ids

@@ -23,8 +23,10 @@ class StopCondition:
     context: int
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UsageError(f"max_new_tokens is {self.max_new_tokens}: ask for at least 1 token")
+        if not isinstance(self.max_new_tokens, int) or self.max_new_tokens < 1:
+            raise UsageError(
+                f"max_new_tokens is {self.max_new_tokens!r}: ask for a whole number of at least 1"
+            )
 
     def before(self, prompt_tokens: int) -> str | None:
         """The finish reason of a prompt of `prompt_tokens` tokens that leaves no room for another.

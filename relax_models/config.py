@@ -6,6 +6,8 @@ from typing import Any
 
 from relax_models.formats import get_format
 
+# What float32 arithmetic still has room above.
+_LARGEST = 1e30
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -276,8 +278,9 @@ def _alternatives(names: tuple[str, ...]) -> str:
 
 def _check_number(name: str, value: object) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value < float("inf"):  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}; it must be a positive number")
+    if not number or not 0 < value < _LARGEST:  # type: ignore[operator]
+        shown = f"{value!r:.40}"
+        raise ValueError(f"{name} is {shown}; it must be a positive number up to {_LARGEST:g}")
 
 
 def _is_integer(value: object) -> bool:

@@ -112,6 +112,11 @@ def test_the_default_folder_context_and_report(odd, tmp_path, monkeypatch, capsy
         ("--random-weights needs --model", ["--target", "cpu", "--random-weights"]),
         ("bitnet-2b", ["--target", "cpu", "--random-weights", "--model", "bitnet-7b"]),
         ("add --random-weights", ["--target", "cpu", "--model", "bitnet-2b"]),
+        ("--model is empty", ["--target", "cpu", "--model", ""]),
+        (
+            "--quant is about a checkpoint's files",
+            ["--target", "cpu", "--random-weights", "--model", "bonsai-1.7b", "--quant", "x"],
+        ),
     ],
 )
 def test_options_that_cannot_be_served(capsys, tmp_path, words, arguments):
@@ -132,6 +137,29 @@ def test_a_folder_that_is_no_artifact_is_not_replaced(capsys, tmp_path, odd):
     (tmp_path / "precious").write_text("keep me")
     fails(capsys, 2, "is no artifact", "--target", "cpu", "--model", odd, "-o", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_a_folder_with_a_foreign_file_is_not_replaced(capsys, tmp_path, odd):
+    """A manifest.json alone makes no artifact: web applications have one too."""
+    (tmp_path / "manifest.json").write_text('{"name": "My PWA"}')
+    fails(capsys, 2, "is no artifact", "--target", "cpu", "--model", odd, "-o", tmp_path)
+    for name in ("model.so", "thesis.tex"):
+        (tmp_path / name).write_text("precious")
+    fails(capsys, 2, "holds thesis.tex", "--target", "cpu", "--model", odd, "-o", tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "model.so", "thesis.tex"}
+
+
+def test_what_appears_in_the_folder_meanwhile_is_kept(capsys, tmp_path, odd):
+    output = tmp_path / "out"
+    options = ["--target", "cpu", "--model", odd, "--widths", "1", "-o", output, "--dump", output]
+    fails(capsys, 2, "so it is no artifact", *options)
+    assert (output / "01_specialize.py").is_file()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_current_folder_is_not_replaced(capsys, tmp_path, odd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fails(capsys, 2, "current folder", "--target", "cpu", "--model", odd, "-o", ".")
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(capsys, tmp_path):

@@ -95,7 +95,7 @@ def test_ids_may_be_numpy_integers_and_must_be_integers():
     decoder = Decoder(ToySession())
     numbers = np.array(PROMPT, np.int64)
     assert list(decoder.generate(numbers, stop(3))) == toy_continuation(PROMPT, 3)
-    with pytest.raises(TypeError):
+    with pytest.raises(UsageError):
         decoder.generate([1.5], stop())
 
 
@@ -137,3 +137,15 @@ def test_rate_counts_tokens_and_decode_time_only():
     stats = Statistics(4, 10, 5, prefill_seconds=3.0, decode_seconds=2.0)
     assert stats.to_dict()["tokens_per_second"] == 5.0
     assert Statistics(4).to_dict()["tokens_per_second"] == 0.0
+
+
+@pytest.mark.parametrize("prompt", [b"hi", None, 5, ["1"]])
+def test_what_is_no_list_of_ids_is_refused(prompt):
+    with pytest.raises(UsageError, match="a prompt is a text or a list of token ids"):
+        Decoder(ToySession()).generate(prompt, stop())
+
+
+@pytest.mark.parametrize("wanted", [0, 1.5, "4", None])
+def test_a_number_of_tokens_is_a_whole_number(wanted):
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        stop(wanted)

@@ -179,6 +179,7 @@ def test_a_bad_line_names_file_and_line_before_anything_is_generated(
         ["--prompt", "a", "--prompt-ids", "1"],
         ["--prompt-ids", ""],
         ["--prompt-ids", "1,,2"],
+        ["--prompt-ids", "1_0,2"],
         ["--prompt-ids", "1,x"],
         ["--prompt", "a", "--max-new-tokens", "many"],
         ["--prompt", "a", "--max-new-tokens", "0"],
@@ -270,3 +271,9 @@ def test_a_character_that_stdout_cannot_show_is_replaced():
     with start(0, "--prompt", "x", "--max-new-tokens", "9", PYTHONIOENCODING="ascii") as child:
         out, err = child.communicate(timeout=20)
     assert child.returncode == 0 and out.isascii() and b"9 new" in err
+
+
+def test_a_byte_order_mark_before_the_prompts_is_no_prompt(tmp_path):
+    path = tmp_path / "prompts"
+    path.write_bytes('\ufeff"déjà vu"\n'.encode())
+    assert [prompt.content for prompt in command.read_prompt_file(path)] == ["déjà vu"]

@@ -200,3 +200,22 @@ def test_an_old_artifact_is_replaced(odd, tmp_path):
     compile_model(CompileOptions("cpu", str(odd), context=30, output=folder, widths=(1,)))
     assert open_artifact(folder).manifest.context == 30
     assert [path.name for path in tmp_path.iterdir()] == ["artifact"]
+
+
+def test_a_context_that_nobody_can_plan_for_needs_the_option(capsys, tmp_path, odd, monkeypatch):
+    from bitmtp_tvm import compile as command
+
+    monkeypatch.setattr(command, "MOST_CONTEXT", 10)
+    options = ["--target", "cpu", "--model", odd, "-o", tmp_path / "out"]
+    fails(capsys, 2, "give --context, at most 10", *options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_chat_template_that_is_no_text_is_refused_before_the_work(odd):
+    from bitmtp_tvm.checkpoint import open_checkpoint
+    from bitmtp_tvm.compile import check_template
+
+    checkpoint = open_checkpoint(odd)
+    checkpoint.chat_template = "\ud800 hi"
+    with pytest.raises(BitMTPError, match="chat template of odd-bitnet is not valid text"):
+        check_template(checkpoint)

@@ -111,3 +111,12 @@ def test_bad_values_of_group_formats(change, sentence):
 def test_yarn_is_read_back_as_yarn():
     config = ModelConfig.from_dict(BONSAI_8B.to_dict() | {"rope_scaling": YARN})
     assert config.rope_scaling == YarnConfig(4.0, 64)
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta"])
+@pytest.mark.parametrize("value", [10**400, 1e31, float("nan")])
+def test_numbers_beyond_float32_are_refused_in_one_short_sentence(name, value):
+    values = {**PRESETS["bitnet-2b"].to_dict(), name: value}
+    with pytest.raises(ValueError, match=f"{name} is .* positive number up to 1e\\+30") as fault:
+        ModelConfig.from_dict(values)
+    assert len(str(fault.value)) < 150

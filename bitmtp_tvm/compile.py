@@ -24,7 +24,7 @@ from bitmtp_tvm.manifest import (
     allocated,
 )
 from bitmtp_tvm.report import print_report
-from bitmtp_tvm.targets import TARGETS, Target, get_target
+from bitmtp_tvm.targets import TARGETS, Target, get_target, with_buckets
 from relax_models.quantizers import QUANTIZERS
 
 if TYPE_CHECKING:
@@ -66,13 +66,12 @@ class Plan:
     target: Target
     checkpoint: "Checkpoint"
     context: int
-    widths: tuple[int, ...]
     directory: Path
 
     @property
     def slots(self) -> int:
         """KV slots a layer: a chunk or bucket may begin at the last slot of the context."""
-        return self.context + max(*self.widths, *self.target.prefill)
+        return self.context + max(*self.target.widths, *self.target.prefill)
 
     @property
     def kv(self) -> KVLayout:
@@ -172,7 +171,7 @@ def compile_model(options: CompileOptions) -> Manifest:
 
 def make_plan(options: CompileOptions) -> Plan:
     """Check the options against the target and the checkpoint; raises `UsageError`."""
-    target = get_target(options.target)
+    target = with_buckets(get_target(options.target), options.widths)
     checkpoint = find_checkpoint(options)
     longest = checkpoint.config.max_position_embeddings
     context = longest if options.context is None else options.context
@@ -185,7 +184,7 @@ def make_plan(options: CompileOptions) -> Plan:
         )
     check_template(checkpoint)
     directory = options.output or Path("dist") / f"{checkpoint.name}-{target.name}"
-    return Plan(target, checkpoint, context, options.widths or target.widths, directory)
+    return Plan(target, checkpoint, context, directory)
 
 
 def find_checkpoint(options: CompileOptions) -> "Checkpoint":
@@ -258,7 +257,7 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
     config = plan.checkpoint.config
     storage = Storage(plan.target.kind, plan.slots, plan.context)
     mod, _ = MODELS[config.architecture](config, storage).export()
-    wanted = buckets(plan.widths, plan.target.prefill)
+    wanted = buckets(plan.target.widths, plan.target.prefill)
     return lower(mod, wanted, tvm_target(plan.target), options.dump, say)
 
 
@@ -288,7 +287,7 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
         host_features=target.host_features,
         versions=versions(),
         least_drivers=dict(LEAST_DRIVERS) if target.kind == "cuda" else {},
-        widths=plan.widths,
+        widths=target.widths,
         prefill=target.prefill,
         context=plan.context,
         slots=plan.slots,

@@ -29,9 +29,6 @@ from relax_models.formats import (
 NEG_INF = -3.0e38
 """Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
 
-MAX_VISIBLE = 64
-"""Rows that one `visible` mask can speak of; wider steps are prefill and plainly causal."""
-
 
 def _stamped(tensors: Sequence[te.Tensor], op: str, **settings) -> tirx.PrimFunc:
     return _stamp(te.create_prim_func(list(tensors)).without_attr("global_symbol"), op, **settings)

@@ -87,7 +87,7 @@ def compile_module(
     try:
         with described, tvm.transform.PassContext(opt_level=3, config=pass_config or {}):
             return relax.build(
-                mod, described, relax_pipeline=None, exec_mode="compiled", system_lib=False
+                mod, described, relax_pipeline=None, exec_mode="bytecode", system_lib=False
             )
     except Exception:
         if compilation and compilation.failure:

@@ -26,6 +26,7 @@ from bitmtp_tvm.manifest import (
 from bitmtp_tvm.report import print_report
 from bitmtp_tvm.targets import TARGETS, Target, get_target, with_buckets
 from relax_models.quantizers import QUANTIZERS
+from relax_models.state import MOST_ROWS
 
 if TYPE_CHECKING:
     from bitmtp_tvm.checkpoint import Checkpoint
@@ -36,9 +37,6 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MOST_CONTEXT = 1 << 20
 """Longest context in tokens: the rotary table and the KV storage grow with it."""
-
-MOST_ROWS = 64
-"""Widest decode bucket: a row's view of its step is one bit a row, in two words."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +261,7 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
 
 def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> Manifest:
     from bitmtp_tvm.build import LEAST_DRIVERS
+    from bitmtp_tvm.chunks import CHUNKS
     from bitmtp_tvm.toolchain import versions
     from bitmtp_tvm.weights import parameter_specs
     from relax_models.formats import LAYOUT_VERSION
@@ -288,6 +287,7 @@ def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> 
         versions=versions(),
         least_drivers=dict(LEAST_DRIVERS) if target.kind == "cuda" else {},
         widths=target.widths,
+        chunks=CHUNKS,
         prefill=target.prefill,
         context=plan.context,
         slots=plan.slots,

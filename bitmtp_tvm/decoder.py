@@ -2,63 +2,22 @@
 
 import operator
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
 
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.stopping import StopCondition
+from bitmtp_tvm.flight import Flight, TokenSession
+from bitmtp_tvm.modes import DecodeOptions
+from bitmtp_tvm.policy import Policy
+from bitmtp_tvm.sampling import SamplingOptions
+from bitmtp_tvm.statistics import Statistics
+from bitmtp_tvm.step_loop import Committed, StepLoop, first_places, first_state
+from bitmtp_tvm.step_times import StepTimes
+from bitmtp_tvm.stopping import CANCELLED, LENGTH, STOP, StopCondition
+from relax_models.state import Finish, Word
 
-
-class TokenSession(Protocol):
-    """What the decoder needs of a session."""
-
-    @property
-    def context(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def prefill(self, tokens: Sequence[int], start: int) -> None:
-        """Write the K/V of `tokens` to the slots from `start` on."""
-
-    def decode(
-        self,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        boundary: int,
-        visible: np.ndarray | None,
-        logit_rows: Sequence[int],
-    ) -> np.ndarray:
-        """Run the rows at slots `boundary`, …; the greedy token of each of `logit_rows` (int32)."""
-
-
-@dataclass
-class Statistics:
-    """Counts and host-side durations of one generation; waiting for the caller is not in them."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-    forwards: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        """New tokens per second of decoding, prefill left out; 0 when nothing was decoded."""
-        return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-    def to_dict(self) -> dict[str, int | float]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "forwards": self.forwards,
-            "prefill_seconds": round(self.prefill_seconds, 6),
-            "decode_seconds": round(self.decode_seconds, 6),
-            "tokens_per_second": round(self.tokens_per_second, 3),
-        }
+UNVERIFIED = ("confidence", "hybrid")
+REASONS = {Finish.STOP: STOP, Finish.LENGTH: LENGTH}
 
 
 def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context: int) -> list[int]:
@@ -90,86 +49,214 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context: int) -> li
 
 
 class Decoder:
-    """One sequence over one session.
+    """One sequence over one session, which may go on in several turns.
 
-    `tokens`: the committed prefix, `n` its length. `b`: KV slots [0, b) hold the causal K/V of
-    tokens[0:b), and b < n once there are tokens; tokens[b:n) are pending. `finish_reason`: "stop",
-    "length", or None while the sequence may still grow.
+    `tokens`: the prompt and what was delivered since, `n` their number. `b`: KV slots [0, b) hold
+    the causal K/V of tokens[0:b), and b < n once there are tokens. The device may be ahead of this:
+    what it committed and nobody was given does not count.
     """
 
-    def __init__(self, session: TokenSession) -> None:
+    def __init__(self, session: TokenSession, times: StepTimes) -> None:
+        """`times`: what a step costs in each of the session's buckets."""
         self.session = session
+        self.flight = Flight(session)
         self.tokens: list[int] = []
         self.b = 0
-        self.finish_reason: str | None = None
-        self.statistics = Statistics()
-        self._sequence = 0
+        self._times = times
+        self._policy: tuple[DecodeOptions, Policy] | None = None
+        self._current: TokenStream | None = None
 
     @property
     def n(self) -> int:
         return len(self.tokens)
 
-    def generate(self, prompt_ids: Sequence[int], stop: StopCondition) -> Iterator[int]:
-        """Greedy tokens after `prompt_ids`, each as soon as it is committed; the end token too.
+    def generate(
+        self,
+        prompt_ids: Sequence[int],
+        stop: StopCondition,
+        options: DecodeOptions | None = None,
+        sampling: SamplingOptions | None = None,
+    ) -> "TokenStream":
+        """The tokens after `prompt_ids`, delivered as they are read back; the end token too.
 
-        The prompt is checked here (`check_prompt`), the work is done as the iterator is read.
-        Starting another generation ends this one: reading on raises `BitMTPError`, and so do
-        logits that are not finite.
+        Without `options` one token a step, without `sampling` greedy. The prompt is checked here
+        (`check_prompt`), the work is done as the stream is read. The K/V of what the prompt shares
+        with the sequence before it are used again. Another generation ends this one.
         """
         if stop.context > self.session.context:
             raise ValueError(f"{stop.context} tokens of context, the session has room for fewer")
         tokens = check_prompt(prompt_ids, self.session.vocab_size, stop.context)
-        self._sequence += 1
-        self.tokens, self.b = tokens, 0
-        self.finish_reason = stop.before(self.n)
-        self.statistics = Statistics(prompt_tokens=self.n)
-        return self._deliver(stop, self._sequence)
+        self.flight.drain()
+        self.b = min(self.b, _common(tokens, self.tokens), len(tokens) - 1)
+        self.tokens = tokens
+        self._current = TokenStream(
+            self, stop, options or DecodeOptions(), sampling or SamplingOptions()
+        )
+        return self._current
 
-    def _deliver(self, stop: StopCondition, sequence: int) -> Iterator[int]:
-        self._check_current(sequence)
-        if self.finish_reason is None:
-            self._prefill()
+    def rewind(self, n: int) -> None:
+        """Forget all but the first `n` tokens, and end the generation under way.
+
+        The only way b may fall within a sequence. The device is told when the next one begins.
+        """
+        if not 0 <= n <= self.n:
+            raise ValueError(f"{n} tokens of {self.n} cannot stay")
+        if self._current:
+            self._current.abandon()
+        self.flight.drain()
+        self.tokens = self.tokens[:n]
+        self.b = max(0, min(self.b, n - 1))
+
+    def is_current(self, stream: "TokenStream") -> bool:
+        """Whether no newer generation has taken the sequence over."""
+        return stream is self._current
+
+    def policy(self, options: DecodeOptions) -> Policy:
+        """The policy for `options`, with what it learned while they were the same."""
+        # Where unverified tokens are committed, the rows that run decide what is said: there every
+        # request starts afresh, so that its answer does not depend on those before it.
+        learns = options.mode not in UNVERIFIED
+        if not learns or self._policy is None or self._policy[0] != options:
+            self._policy = options, Policy(options, self.session.widths, self._times)
+        return self._policy[1]
+
+    def prefill(self) -> None:
+        """Materialise all but the last token, which is the first pending one."""
+        if self.b < self.n - 1:
+            self.session.prefill(self.tokens[self.b : self.n - 1], self.b)
+            self.b = self.n - 1
+
+
+class TokenStream(Iterator[int]):
+    """The tokens of one generation as they are committed.
+
+    `statistics` and `logprobs` (of the delivered tokens, natural, at temperature 1) grow with it.
+    `finish_reason`: "stop", "length" or "cancelled", None while it may go on. Reading on raises
+    `BitMTPError` when a newer generation has begun, or when the model gave no finite logit.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        stop: StopCondition,
+        options: DecodeOptions,
+        sampling: SamplingOptions,
+    ) -> None:
+        self.statistics = Statistics(decoder.n, decoder.b)
+        self.logprobs: list[float] = []
+        self.finish_reason = stop.before(decoder.n)
+        self._decoder = decoder
+        self._stop = stop
+        self._options = options
+        self._sampling = sampling
+        self._loop: StepLoop | None = None
+        self._ready: deque[Committed] = deque()
+        self._cancelled = False
+
+    def __next__(self) -> int:
+        if not self._cancelled:
+            self._check_current()
         while self.finish_reason is None:
-            for token in self._step(stop):
-                self.statistics.new_tokens += 1
-                yield token
-                self._check_current(sequence)
+            if self._cancelled:
+                self.end(CANCELLED)
+            elif self._ready:
+                return self._deliver()
+            else:
+                self._advance()
+        if self._decoder.is_current(self):
+            # The device may still be in steps behind the end.
+            self._decoder.flight.drain()
+        raise StopIteration
 
-    def _check_current(self, sequence: int) -> None:
-        if sequence != self._sequence:
+    def cancel(self) -> None:
+        """Ask the stream to end as "cancelled" when it is read next; any thread may call this."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """End the stream now, as "cancelled" if it has not ended yet."""
+        self.end(CANCELLED)
+
+    def end(self, reason: str) -> None:
+        """End it behind the tokens that were delivered, with this finish reason."""
+        self.finish_reason = self.finish_reason or reason
+        if self._decoder.is_current(self):
+            self._decoder.rewind(self._decoder.n)
+
+    def abandon(self) -> None:
+        """Deliver nothing more: the sequence is rewound."""
+        self.finish_reason = self.finish_reason or CANCELLED
+        self._decoder.flight.pause()
+
+    def _check_current(self) -> None:
+        if not self._decoder.is_current(self):
             raise BitMTPError(
                 "this generation was cut off by a newer one on the same engine: read one to its "
                 "end before starting the next"
             )
 
-    def _prefill(self) -> None:
-        """Materialise all but the last token, which is the first pending one."""
+    def _advance(self) -> None:
+        """Read the next chunk back."""
+        flight = self._decoder.flight
+        if self._loop is None:
+            self._loop = self._begin()
+        self._check_finite(self._loop)
+        flight.resume()
+        self._loop.fill()
+        self._ready.extend(self._loop.read())
+        # Where the device works by itself, let it, while the caller looks at these tokens.
+        if self._decoder.session.depth > 1:
+            self._loop.fill()
+        if not flight or self._loop.finish != Finish.RUNNING:
+            flight.pause()
+        if not self._ready:
+            self._settle(self._loop)
+
+    def _begin(self) -> StepLoop:
+        decoder = self._decoder
         start = time.perf_counter()
-        if self.b < self.n - 1:
-            self.session.prefill(self.tokens[self.b : self.n - 1], self.b)
-            self.b = self.n - 1
+        decoder.prefill()
         self.statistics.prefill_seconds += time.perf_counter() - start
+        decoder.flight.begin(self.statistics)
+        decoder.flight.resume()
+        state = first_state(
+            decoder.tokens,
+            decoder.b,
+            self._stop.limit(decoder.n),
+            sorted(self._stop.eos_token_ids),
+            self._options,
+            self._sampling,
+        )
+        penalised = self._sampling.repetition_penalty != 1
+        seen = first_places(decoder.tokens, decoder.session.vocab_size) if penalised else None
+        policy = decoder.policy(self._options)
+        return StepLoop(decoder.session, decoder.flight, policy, state, seen)
 
-    def _step(self, stop: StopCondition) -> list[int]:
-        """One forward; the tokens that it commits."""
-        start = time.perf_counter()
-        b, n = self.b, self.n
-        targets = self.session.decode(self.tokens[b:], range(b, n), b, None, [n - b - 1])
-        accepted = [int(target) for target in targets]
-        if min(accepted) < 0:
+    def _check_finite(self, loop: StepLoop) -> None:
+        if loop.finish == Finish.BROKEN:
             raise BitMTPError(
-                f"the model gave no finite logit for the token at position {n}: its weights are "
-                "damaged or do not belong to this program, compile the artifact again"
+                f"the model gave no finite logit for the token at position "
+                f"{int(loop.state[Word.LENGTH])}: its weights are damaged or do not belong to this "
+                "program, compile the artifact again"
             )
-        committed = self._commit(accepted, n, stop)
-        self.statistics.forwards += 1
-        self.statistics.decode_seconds += time.perf_counter() - start
-        return committed
 
-    def _commit(self, accepted: list[int], materialised: int, stop: StopCondition) -> list[int]:
-        """Append `accepted` up to the stop; the forward filled the slots [0, `materialised`)."""
-        kept, self.finish_reason = stop.cut(accepted, self.n, self.statistics.prompt_tokens)
-        self.tokens += accepted[:kept]
-        # A stop inside the accepted tokens leaves rows beyond it: they are scratch again.
-        self.b = min(materialised, self.n - 1)
-        return accepted[:kept]
+    def _deliver(self) -> int:
+        assert self._loop is not None
+        decoder, (token, logprob, kind) = self._decoder, self._ready.popleft()
+        decoder.tokens.append(token)
+        decoder.b = min(int(self._loop.state[Word.BOUNDARY]), decoder.n - 1)
+        self.logprobs.append(logprob)
+        self.statistics.count_token(kind)
+        if not self._ready:
+            self._settle(self._loop)
+        return token
+
+    def _settle(self, loop: StepLoop) -> None:
+        """All that was read back is delivered."""
+        self.statistics.settle(loop.state)
+        self.finish_reason = REASONS.get(loop.finish)
+
+
+def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Tokens at the beginning of both."""
+    pairs = zip(tokens, others, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(tokens), len(others)))

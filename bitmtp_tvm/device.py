@@ -49,13 +49,13 @@ def read_device(index: int = 0) -> DeviceFacts:
     if (status := cuda.cuInit(0)) != 0:
         raise BitMTPError(f"no usable NVIDIA GPU on this machine (cuInit says {status})")
     count, device, version = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
-    _call(cuda, "cuDriverGetVersion", ctypes.byref(version))
-    _call(cuda, "cuDeviceGetCount", ctypes.byref(count))
+    call_driver(cuda, "cuDriverGetVersion", ctypes.byref(version))
+    call_driver(cuda, "cuDeviceGetCount", ctypes.byref(count))
     if index >= count.value:
         raise BitMTPError(f"there is no GPU {index}: this machine shows {count.value} of them")
-    _call(cuda, "cuDeviceGet", ctypes.byref(device), index)
+    call_driver(cuda, "cuDeviceGet", ctypes.byref(device), index)
     name = ctypes.create_string_buffer(256)
-    _call(cuda, "cuDeviceGetName", name, len(name), device)
+    call_driver(cuda, "cuDeviceGetName", name, len(name), device)
     capability = (_attribute(cuda, _MAJOR, device), _attribute(cuda, _MINOR, device))
     free, total = _memory(cuda, device)
     label = name.value.decode(errors="replace")
@@ -65,10 +65,10 @@ def read_device(index: int = 0) -> DeviceFacts:
 def _memory(cuda: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int]:
     context, free, total = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_size_t()
     # The primary context is the one that TVM will use: it stays, so that it is made only once.
-    _call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    _call(cuda, "cuCtxPushCurrent_v2", context)
-    _call(cuda, "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-    _call(cuda, "cuCtxPopCurrent_v2", ctypes.byref(context))
+    call_driver(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    call_driver(cuda, "cuCtxPushCurrent_v2", context)
+    call_driver(cuda, "cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    call_driver(cuda, "cuCtxPopCurrent_v2", ctypes.byref(context))
     if _attribute(cuda, _INTEGRATED, device):
         # A Jetson's "free" leaves out what the page cache would give back.
         return max(free.value, _meminfo()["MemAvailable"]), total.value
@@ -77,11 +77,12 @@ def _memory(cuda: ctypes.CDLL, device: ctypes.c_int) -> tuple[int, int]:
 
 def _attribute(cuda: ctypes.CDLL, attribute: int, device: ctypes.c_int) -> int:
     value = ctypes.c_int()
-    _call(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
+    call_driver(cuda, "cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
     return value.value
 
 
-def _call(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
+def call_driver(cuda: ctypes.CDLL, name: str, *arguments: object) -> None:
+    """Call a function of the driver's library; `BitMTPError` where it is missing or fails."""
     try:
         status = getattr(cuda, name)(*arguments)
     except AttributeError:

@@ -5,20 +5,23 @@ import codecs
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from bitmtp_tvm.arguments import add_decode_arguments, add_sampling_arguments, positive
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.demo import demo_artifact
 from bitmtp_tvm.errors import BitMTPError, UsageError
 
 if TYPE_CHECKING:
-    from bitmtp_tvm.engine import Engine, Generation, Progress
+    from bitmtp_tvm.engine import Engine, Progress
+    from bitmtp_tvm.generation import Generation
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class GenerateOptions:
     """One run of the command; exactly one of `prompt`, `prompts` and `prompt_ids` is given.
 
     `chat`: every text is a message to an assistant, and goes through the model's chat template.
+    The fields from `mode` to `stop` are those of `Engine.generate`.
     """
 
     artifact: Path | None = None
@@ -34,8 +38,42 @@ class GenerateOptions:
     prompt_ids: tuple[int, ...] | None = None
     chat: bool = False
     max_new_tokens: int = 128
+    mode: str | None = None
+    block_size: int | None = None
+    threshold: float | None = None
+    draft_threshold: float | None = None
+    min_chain: int | None = None
+    layout: str = "auto"
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    stop: Sequence[str] = ()
+    logprobs: bool = False
+    graph: bool = True
     json: bool = False
     verbose: bool = False
+
+
+# What of it an engine is asked for with every prompt.
+REQUEST = (
+    "max_new_tokens",
+    "mode",
+    "block_size",
+    "threshold",
+    "draft_threshold",
+    "min_chain",
+    "layout",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "repetition_penalty",
+    "stop",
+)
 
 
 @dataclass(frozen=True)
@@ -50,7 +88,7 @@ def main(argv: list[str] | None = None) -> int:
     """Parse the command line, generate, return the exit code."""
     parser = argparse.ArgumentParser(
         "python -m bitmtp_tvm.generate",
-        description="Continue prompts with a compiled model, greedily.",
+        description="Continue prompts with a compiled model.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -59,6 +97,35 @@ def main(argv: list[str] | None = None) -> int:
         metavar="DIR",
         help="a compiled model; without it the demo, compiled for this machine on first use",
     )
+    add_prompt_arguments(parser)
+    parser.add_argument(
+        "--max-new-tokens", type=positive, default=128, metavar="N", help="at most N (default 128)"
+    )
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end in front of this text; may be given several times",
+    )
+    add_decode_arguments(parser.add_argument_group("decoding"))
+    add_sampling_arguments(parser.add_argument_group("sampling"))
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one object a prompt: text, token_ids, finish_reason, stats",
+    )
+    parser.add_argument(
+        "--logprobs", action="store_true", help="with --json: the tokens' logprobs too"
+    )
+    parser.add_argument(
+        "--verbose", action="store_true", help="say which step times are used, show tracebacks"
+    )
+    options = GenerateOptions(**vars(parser.parse_args(argv)))
+    return run(lambda: generate(options), options.verbose)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group(required=True)
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
@@ -72,23 +139,6 @@ def main(argv: list[str] | None = None) -> int:
         action="store_true",
         help="answer the text as a message, in the model's chat format, instead of continuing it",
     )
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="at most N (default 128)"
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one object a prompt: text, token_ids, finish_reason, stats",
-    )
-    parser.add_argument("--verbose", action="store_true", help="show tracebacks")
-    options = GenerateOptions(**vars(parser.parse_args(argv)))
-    return run(lambda: generate(options), options.verbose)
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def token_ids(text: str) -> tuple[int, ...]:
@@ -104,12 +154,17 @@ def token_ids(text: str) -> tuple[int, ...]:
 
 def generate(options: GenerateOptions) -> None:
     """Answer the prompts on stdout; every prompt is checked before the first is answered."""
+    if options.logprobs and not options.json:
+        raise UsageError("--logprobs has no place among text: give --json with it")
     prompts = read_prompts(options)
     engine = open_engine(options)
-    requests = [encode(engine, prompt, options.chat) for prompt in prompts]
+    if options.verbose:
+        print_step_times(engine)
+    prompt_ids = [encode(engine, prompt, options.chat) for prompt in prompts]
+    request = {name: getattr(options, name) for name in REQUEST}
     write = writer(options)
-    for ids in requests:
-        write(engine.generate(ids, max_new_tokens=options.max_new_tokens))
+    for ids in prompt_ids:
+        write(engine.generate(ids, **request))
 
 
 def read_prompts(options: GenerateOptions) -> list[Prompt]:
@@ -153,11 +208,11 @@ def open_engine(options: GenerateOptions) -> "Engine":
 
     if options.artifact is not None:
         with progress_bar() as progress:
-            return Engine(options.artifact, progress)
+            return Engine(options.artifact, progress, options.graph)
     directory = demo_artifact(options.verbose)
     try:
         with progress_bar() as progress:
-            return Engine(directory, progress)
+            return Engine(directory, progress, options.graph)
     except BitMTPError as fault:
         hint = f"the demo is in {directory}: remove it to have it compiled again"
         raise BitMTPError(f"{fault} ({hint})") from fault
@@ -177,6 +232,12 @@ def progress_bar() -> Iterator["Progress"]:
         yield progress
 
 
+def print_step_times(engine: "Engine") -> None:
+    advice = "predicted; python -m bitmtp_tvm.bench --steps measures them"
+    how = "measured on this device" if engine.step_times.measured else advice
+    print(f"step times: {how}", file=sys.stderr)
+
+
 def encode(engine: "Engine", prompt: Prompt, chat: bool) -> list[int]:
     try:
         if chat and isinstance(prompt.content, str):
@@ -188,13 +249,13 @@ def encode(engine: "Engine", prompt: Prompt, chat: bool) -> list[int]:
 
 def writer(options: GenerateOptions) -> Callable[["Generation"], None]:
     if options.json:
-        return write_json
+        return partial(write_json, logprobs=options.logprobs)
     return write_text if options.prompt_ids is None else write_ids
 
 
-def write_json(generation: "Generation") -> None:
+def write_json(generation: "Generation", logprobs: bool) -> None:
     # Plain ASCII: no character of the text can be taken for the end of a line.
-    print(json.dumps(generation.result().to_dict()), flush=True)
+    print(json.dumps(generation.result().to_dict(logprobs)), flush=True)
 
 
 def write_text(generation: "Generation") -> None:
@@ -217,8 +278,10 @@ def write_ids(generation: "Generation") -> None:
 
 def print_summary(generation: "Generation") -> None:
     stats = generation.stats
+    several = stats.accepted_length > 1
+    length = f"{stats.accepted_length:.2f} tokens per forward; " if several else ""
     print(
-        f"tokens: {stats.prompt_tokens} prompt, {stats.new_tokens} new; "
+        f"tokens: {stats.prompt_tokens} prompt, {stats.new_tokens} new; {length}"
         f"{stats.tokens_per_second:.1f} tokens per second; finish: {generation.finish_reason}",
         file=sys.stderr,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from bitmtp_tvm.errors import BitMTPError
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 MARKER = b"BITMTP_MANIFEST\0"
 
 
@@ -99,7 +99,8 @@ class Manifest:
 
     `config` is the model's (MTP included), `format` the low-bit format and `layout_version` that of
     the packed parameters. `versions` and `least_drivers` are those of the build report; `arch` is
-    "" and `least_drivers` empty for a cpu. `slots` is the number of KV rows, `counts` the number of
+    "" and `least_drivers` empty for a cpu. `chunks` are the steps
+    that one call can run. `slots` is the number of KV rows, `counts` the number of
     kernels by provenance. Byte counts are exact.
     """
 
@@ -115,6 +116,7 @@ class Manifest:
     versions: dict[str, str]
     least_drivers: dict[str, int]
     widths: tuple[int, ...]
+    chunks: tuple[int, ...]
     prefill: tuple[int, ...]
     context: int
     slots: int

@@ -7,6 +7,7 @@ from pathlib import Path
 from tvm import IRModule, relax, tirx
 from tvm.target import Target as TVMTarget
 
+from bitmtp_tvm.chunks import GRAPH_STORAGE, add_chunks, allocates, capture_graphs, mark_graphs
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.specialize import Bucket, specialize
@@ -56,8 +57,10 @@ def lower(
 def _passes(result: Lowered, wanted: Sequence[Bucket], target: TVMTarget) -> list[tuple[str, Pass]]:
     return [
         ("specialize", lambda mod: specialize(mod, wanted)),
+        ("decode_loop", lambda mod: _decode_loop(mod, wanted, target)),
         ("schedule", lambda mod: _schedule(mod, target, result.kernels)),
         *LOWERING,
+        ("capture_graphs", capture_graphs),
         ("lower_alloc_tensor", relax.transform.LowerAllocTensor()),
         ("plan_workspace", lambda mod: _plan_workspace(mod, result)),
         *FINISHING,
@@ -81,7 +84,13 @@ FINISHING: list[tuple[str, Pass]] = [
 ]
 
 
-PASSES = 2 + len(LOWERING) + 2 + len(FINISHING)
+PASSES = 3 + len(LOWERING) + 3 + len(FINISHING)
+
+
+def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:
+    """Add what runs several steps in one call: chunks, or what becomes CUDA graphs."""
+    steps = [bucket.name for bucket in wanted if bucket.entry == "step"]
+    return mark_graphs(mod, steps) if target.kind.name == "cuda" else add_chunks(mod, steps)
 
 
 def _schedule(mod: IRModule, target: TVMTarget, kernels: list[KernelRecord]) -> IRModule:
@@ -106,13 +115,19 @@ def _record(name: str, work) -> KernelRecord:
 
 
 def _plan_workspace(mod: IRModule, result: Lowered) -> IRModule:
-    """The blocks of the pooled allocator: freed ones serve the other functions by their size."""
+    """The blocks of the pooled allocator: freed ones serve the other functions by their size.
+
+    What the graphs share is never freed, so nothing else can use it.
+    """
     pool: dict[int, int] = {}
-    for func in mod.functions.values():
+    graphs: dict[int, int] = {}
+    for var, func in mod.functions.items():
         if isinstance(func, relax.Function):
+            blocks = graphs if var.name_hint == GRAPH_STORAGE else pool
             for size, count in _blocks(func).items():
-                pool[size] = max(pool.get(size, 0), count)
-    result.workspace = [size for size, count in sorted(pool.items()) for _ in range(count)]
+                blocks[size] = max(blocks.get(size, 0), count)
+    found = sorted([*pool.items(), *graphs.items()])
+    result.workspace = [size for size, count in found for _ in range(count)]
     return mod
 
 
@@ -120,8 +135,7 @@ def _blocks(func: relax.Function) -> dict[int, int]:
     found: dict[int, int] = {}
 
     def visit(node):
-        name = getattr(getattr(node, "op", None), "name", "")
-        if isinstance(node, relax.Call) and name.endswith("alloc_storage"):
+        if allocates(node):
             (size,) = node.args[0].values
             rounded = -(-int(size) // PAGE) * PAGE
             found[rounded] = found.get(rounded, 0) + 1

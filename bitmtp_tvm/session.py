@@ -13,11 +13,14 @@ from bitmtp_tvm.artifact import Artifact, load_library, read_parameters
 from bitmtp_tvm.device import read_device, read_host
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import Manifest
+from bitmtp_tvm.snapshot import DeviceSnapshots, HostSnapshots, Snapshots
+from relax_models.state import RING, RING_ROWS, STATE_WORDS
 
 # Called with the phase in words, the bytes done and the total.
 Progress = Callable[[str, int, int], None]
 
-INPUTS = ("tokens", "position", "boundary", "visible", "logit_rows")
+INPUTS = ("tokens", "position", "boundary", "visible", "logit_rows", "horizon")
+LOOP = ("state", "ring", "seen")
 CACHE = "_kv_cache"
 VISIBLE_WORDS = 2
 
@@ -41,15 +44,20 @@ class Step:
 class Session:
     """A loaded artifact. The caller keeps slots below `context` and tokens below `vocab_size`."""
 
-    def __init__(self, artifact: Artifact, progress: Progress | None = None) -> None:
+    def __init__(
+        self, artifact: Artifact, progress: Progress | None = None, graph: bool = True
+    ) -> None:
         """Load library and parameters and allocate the KV storage, once and for all buckets.
 
-        `artifact` comes from `open_artifact` and has passed `check_device`.
+        `artifact` comes from `open_artifact` and has passed `check_device`. With `graph`, steps on
+        a GPU run as CUDA graphs, each captured when its bucket first runs; without, the same
+        kernels are launched one by one.
         """
         manifest = artifact.manifest
         self.context = manifest.context
         self.vocab_size = int(manifest.config["vocab_size"])
         self.widths = manifest.widths
+        self.chunks = manifest.chunks
         self._free_before = _free_memory(manifest)
         self._manifest = manifest
         library = load_library(artifact)
@@ -63,6 +71,13 @@ class Session:
         self._parameters = dict(self._load(artifact, progress))
         self._parameters.update(self._storage())
         chunks = sorted({*manifest.widths, *manifest.prefill})
+        self._loop = dict(self._loop_buffers())
+        buffers = [self._loop["state"], self._loop["ring"]]
+        on_gpu = manifest.kind == "cuda"
+        self._snapshots: Snapshots = (DeviceSnapshots if on_gpu else HostSnapshots)(buffers)
+        self.depth = self._snapshots.depth
+        self.graph = graph and on_gpu
+        self._steps = {width: self._bind_steps(width) for width in manifest.widths}
         self._decode = {width: self._bind("decode", width) for width in manifest.widths}
         self._prefill = {width: self._bind("prefill", width) for width in chunks}
         self._logits: Any = None
@@ -83,24 +98,49 @@ class Session:
         for layer in range(self._manifest.config["num_hidden_layers"]):
             yield f"layers_{layer}{CACHE}", self._tvm.runtime.tensor(zeros, self._device)
 
-    def _bind(self, entry: str, width: int) -> Step:
-        name = f"{entry}_w{width}"
-        shapes = {
-            "tokens": ((width,), "int32"),
-            "position": ((width,), "int32"),
-            "boundary": ((1,), "int32"),
-            "visible": ((width, VISIBLE_WORDS), "uint32"),
-            "logit_rows": ((width,), "int32"),
+    def _loop_buffers(self) -> Iterator[tuple[str, Any]]:
+        """State, ring and `seen` of the decode loop: see relax_models/state.py."""
+        shapes = {"state": (STATE_WORDS,), "ring": (RING_ROWS, RING), "seen": (self.vocab_size,)}
+        for name in LOOP:
+            zeros = np.zeros(shapes[name], np.int32)
+            yield name, self._tvm.runtime.tensor(zeros, self._device)
+
+    def _inputs(self, width: int) -> dict[str, Any]:
+        """Buffers for the rows of a step."""
+        shapes = {"boundary": (1,), "visible": (width, VISIBLE_WORDS)}
+        dtypes = {"visible": "uint32"}
+        return {
+            name: self._tvm.runtime.empty(
+                shapes.get(name, (width,)), dtypes.get(name, "int32"), self._device
+            )
+            for name in INPUTS
         }
-        inputs, arguments = {}, []
+
+    def _bind_steps(self, width: int) -> dict[int, Callable[[], Any]]:
+        """For every chunk size, what runs so many steps of a bucket."""
+        rows = self._inputs(width)
+        if self._manifest.kind == "cuda" and not self.graph:
+            step = self._bound(f"step_w{width}", rows)
+            return {count: _repeated(step, count) for count in self.chunks}
+        entry = f"{'graph' if self.graph else 'step'}_w{width}"
+        return {count: self._bound(f"{entry}_x{count}", rows) for count in self.chunks}
+
+    def _bind(self, entry: str, width: int) -> Step:
+        inputs = self._inputs(width)
+        return Step(width, inputs, self._bound(f"{entry}_w{width}", inputs))
+
+    def _bound(self, name: str, inputs: dict[str, Any]) -> Callable[[], Any]:
+        """The function `name` with all its arguments; they keep their addresses from here on."""
+        arguments = []
         for parameter in self._parameter_names(name):
-            if parameter in INPUTS:
-                inputs[parameter] = self._tvm.runtime.empty(*shapes[parameter], self._device)
-            arguments.append(inputs.get(parameter, self._parameters.get(parameter)))
-            if arguments[-1] is None:
+            found = [group.get(parameter) for group in (inputs, self._loop, self._parameters)]
+            argument = next((tensor for tensor in found if tensor is not None), None)
+            if argument is None:
                 raise BitMTPError(f"{name} needs {parameter}, which the artifact does not hold")
+            arguments.append(argument)
         self._machine.save_function(name, f"bound_{name}", *arguments)
-        return Step(width, inputs, self._machine[f"bound_{name}"])
+        bound: Callable[[], Any] = self._machine[f"bound_{name}"]
+        return bound
 
     def _parameter_names(self, function: str) -> list[str]:
         module = self._machine.module
@@ -109,6 +149,29 @@ class Session:
             str(module["get_function_param_name"](function, i)).replace(".", "_")
             for i in range(arity)
         ]
+
+    def write(self, state: np.ndarray, seen: np.ndarray | None = None) -> None:
+        """Set the loop's state `(STATE_WORDS,)` int32, and `seen` `(V,)` int32 where given.
+
+        What was enqueued is waited for, and its snapshots are forgotten.
+        """
+        self._snapshots.clear()
+        self._loop["state"].copyfrom(state)
+        if seen is not None:
+            self._loop["seen"].copyfrom(seen)
+
+    def run(self, width: int, steps: int) -> None:
+        """Enqueue `steps` (one of `chunks`) steps in the bucket `width`, and a snapshot behind.
+
+        At most `depth` snapshots may wait to be read.
+        """
+        self._steps[width][steps]()
+        self._snapshots.take()
+
+    def read(self) -> tuple[np.ndarray, np.ndarray]:
+        """State `(STATE_WORDS,)`, ring `(3, RING)` int32 of the oldest snapshot; waits for it."""
+        state, ring = self._snapshots.read()
+        return state, ring
 
     def prefill(self, tokens: Sequence[int], start: int) -> None:
         """Write the causal K/V of `tokens` to the slots from `start` on, chunk by chunk.
@@ -148,7 +211,10 @@ class Session:
         rows = len(tokens)
         if not 0 < rows <= self.widths[-1] or len(logit_rows) > rows:
             raise ValueError(f"{rows} rows, of which {len(logit_rows)} ask; at most {self.widths}")
-        self._check_slots(boundary, rows)
+        # Rows may reach behind the context: of several that stand at one position, one survives.
+        self._check_slots(boundary, 1)
+        if not 0 <= min(positions) <= max(positions) < self.context:
+            raise ValueError(f"positions {list(positions)} of a context of {self.context}")
         step = self._decode[min(width for width in self.widths if width >= rows)]
         step.set(
             tokens=_padded(tokens, step.width, 0),
@@ -179,6 +245,14 @@ class Session:
     def _check_slots(self, start: int, rows: int) -> None:
         if start < 0 or start + rows > self.context:
             raise ValueError(f"slots {start}..{start + rows} of a context of {self.context}")
+
+
+def _repeated(step: Callable[[], Any], count: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(count):
+            step()
+
+    return run
 
 
 def chunk_width(remaining: int, widths: Sequence[int]) -> int:

@@ -27,11 +27,9 @@ class Bucket:
 
 
 def buckets(widths: Sequence[int], prefill: Sequence[int]) -> list[Bucket]:
-    """Decode at every width, prefill at every width and chunk, in ascending order."""
-    chunks = sorted({*widths, *prefill})
-    return [Bucket("decode", w) for w in sorted(set(widths))] + [
-        Bucket("prefill", w) for w in chunks
-    ]
+    """Step and decode at every width, prefill at every width and chunk, in ascending order."""
+    entries = {"step": widths, "decode": widths, "prefill": (*widths, *prefill)}
+    return [Bucket(entry, w) for entry, ws in entries.items() for w in sorted(set(ws))]
 
 
 def specialize(mod: IRModule, wanted: Sequence[Bucket]) -> IRModule:
@@ -62,15 +60,16 @@ class _Specializer(PyExprMutator):
 
     def add(self, func: relax.Function, bucket: Bucket) -> None:
         self.suffix = f"_w{bucket.width}"
-        rebuilt = self.visit_expr(func)
+        # The exporter's mark is for graph capture, which `pipeline` decides about.
+        rebuilt = self.visit_expr(func).without_attr("num_input")
         self.builder_.add_func(rebuilt.with_attr("global_symbol", bucket.name), bucket.name)
 
     def finish(self, wanted: Sequence[Bucket]) -> IRModule:
         """The module of the bucket functions and the kernels that they call."""
+        functions = self.source.functions.items()
+        symbolic = {v.name_hint for v, f in functions if isinstance(f, relax.Function)}
         entries = [bucket.name for bucket in wanted]
-        return relax.transform.DeadCodeElimination(entries)(
-            _without(self.builder_.get(), {bucket.entry for bucket in wanted})
-        )
+        return relax.transform.DeadCodeElimination(entries)(_without(self.builder_.get(), symbolic))
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:  # the visitor's own naming
         call = super().visit_call_(call)

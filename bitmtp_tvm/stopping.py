@@ -1,21 +1,24 @@
-"""When a generation ends: end tokens, the wanted number of tokens, the context limit."""
+"""When a generation ends: end tokens, stop strings, the wanted number of tokens, the context."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bitmtp_tvm.errors import UsageError
+from bitmtp_tvm.errors import BitMTPError, UsageError, shown
+from relax_models.state import MOST_STOPS
 
 STOP = "stop"
 LENGTH = "length"
+CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True)
 class StopCondition:
-    """What ends a generation.
+    """What ends a generation on the device.
 
     `eos_token_ids`: any of these ends it, as the last committed token. `max_new_tokens`: tokens at
     most, the end token counted. `context`: tokens at most, the prompt counted. Raises `UsageError`
-    when `max_new_tokens` is below 1.
+    when `max_new_tokens` is below 1, `BitMTPError` for more end tokens than the device has room
+    for.
     """
 
     eos_token_ids: frozenset[int]
@@ -27,6 +30,12 @@ class StopCondition:
             raise UsageError(
                 f"max_new_tokens is {self.max_new_tokens!r}: ask for a whole number of at least 1"
             )
+        if len(self.eos_token_ids) > MOST_STOPS:
+            raise BitMTPError(
+                f"this model names {len(self.eos_token_ids)} end tokens and at most {MOST_STOPS} "
+                "can be looked for: shorten eos_token_id in its generation_config.json and compile "
+                "it again"
+            )
 
     def before(self, prompt_tokens: int) -> str | None:
         """The finish reason of a prompt of `prompt_tokens` tokens that leaves no room for another.
@@ -35,16 +44,54 @@ class StopCondition:
         """
         return LENGTH if prompt_tokens >= self.context else None
 
-    def cut(self, accepted: Sequence[int], n: int, prompt_tokens: int) -> tuple[int, str | None]:
-        """How many of the `accepted` tokens stay, and the finish reason if one of them is the last.
+    def limit(self, prompt_tokens: int) -> int:
+        """Tokens of the whole sequence at most."""
+        return min(prompt_tokens + self.max_new_tokens, self.context)
 
-        `accepted` are the tokens of one forward, in order, that follow the `n` committed ones, of
-        which the first `prompt_tokens` are the prompt. The earliest stop wins; where one token
-        meets several conditions the end token does.
+
+def check_stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    """The stop strings of a request; one text is one of them. Raises `UsageError`."""
+    strings = (stop,) if isinstance(stop, str) else tuple(stop)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise UsageError(
+                f"{shown(string)} is no stop string: give texts of at least one character"
+            )
+    return strings
+
+
+class StopStrings:
+    """Looks for stop strings in a text that arrives in pieces.
+
+    The one that is complete first ends the text, and of those that end with the same character the
+    longest; so it does not matter where the pieces part.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""
+
+    def push(self, piece: str) -> tuple[str, bool]:
+        """Text that is decided by `piece`, and whether a stop string follows it.
+
+        What may be the beginning of a stop string is held back.
         """
-        for kept, token in enumerate(accepted, start=1):
-            if token in self.eos_token_ids:
-                return kept, STOP
-            if n + kept - prompt_tokens >= self.max_new_tokens or n + kept >= self.context:
-                return kept, LENGTH
-        return len(accepted), None
+        text, self._held = self._held + piece, ""
+        found = [(text.find(s) + len(s), text.find(s)) for s in self._strings if s in text]
+        if found:
+            return text[: min(found)[1]], True
+        undecided = max((_overlap(text, string) for string in self._strings), default=0)
+        shown_up_to = len(text) - undecided
+        self._held = text[shown_up_to:]
+        return text[:shown_up_to], False
+
+    def flush(self) -> str:
+        """What is still held back, now that no text follows."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, string: str) -> int:
+    """Characters at the end of `text` that `string` begins with, all of `string` left out."""
+    longest = min(len(text), len(string) - 1)
+    return next((size for size in range(longest, 0, -1) if text.endswith(string[:size])), 0)

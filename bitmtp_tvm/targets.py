@@ -11,6 +11,8 @@ MIB = 1 << 20
 KIB = 1 << 10
 
 DEFAULT_WIDTHS = (1, 2, 4, 8, 16)
+# Where wide steps are cheap: masks for every outcome of 8 drafts need some 60 rows.
+WIDE_WIDTHS = (*DEFAULT_WIDTHS, 32, 64)
 DEFAULT_PREFILL = (128,)
 
 
@@ -105,6 +107,7 @@ def _gpu(
     l2_mib: int,
     memory_gib: int,
     host: Host = X86_64,
+    widths: tuple[int, ...] = WIDE_WIDTHS,
 ) -> Target:
     return Target(
         name=name,
@@ -118,8 +121,11 @@ def _gpu(
         memory_bytes=memory_gib * GIB,
         shared_memory_per_block=SHARED_MEMORY[arch],
         registers_per_sm=65536,
+        widths=widths,
     )
 
+
+ORIN = (ORIN_HOST, DEFAULT_WIDTHS)
 
 # Data sheet figures, for tile choices and predictions; what fits is decided by the memory that is
 # free on the device. The Orins share their memory with the processor.
@@ -144,10 +150,10 @@ TARGETS: dict[str, Target] = {
     "a100": _gpu("a100", "sm_80", "NVIDIA A100 80GB", 108, 2039, 40, 80),
     "4090": _gpu("4090", "sm_89", "NVIDIA GeForce RTX 4090", 128, 1008, 72, 24),
     "3090": _gpu("3090", "sm_86", "NVIDIA GeForce RTX 3090", 82, 936, 6, 24),
-    "orin": _gpu("orin", "sm_87", "NVIDIA Jetson AGX Orin 64GB", 16, 204.8, 4, 64, ORIN_HOST),
-    "orin-nx": _gpu("orin-nx", "sm_87", "NVIDIA Jetson Orin NX 16GB", 8, 102.4, 2, 16, ORIN_HOST),
+    "orin": _gpu("orin", "sm_87", "NVIDIA Jetson AGX Orin 64GB", 16, 204.8, 4, 64, *ORIN),
+    "orin-nx": _gpu("orin-nx", "sm_87", "NVIDIA Jetson Orin NX 16GB", 8, 102.4, 2, 16, *ORIN),
     # 68 GB/s is the power mode that every JetPack has; the newer one reaches 102.
-    "orin-nano": _gpu("orin-nano", "sm_87", "NVIDIA Jetson Orin Nano 8GB", 8, 68, 2, 8, ORIN_HOST),
+    "orin-nano": _gpu("orin-nano", "sm_87", "NVIDIA Jetson Orin Nano 8GB", 8, 68, 2, 8, *ORIN),
 }
 
 

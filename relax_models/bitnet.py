@@ -56,6 +56,7 @@ class BitNet(Decoder):
     """The whole model: tied bfloat16 embedding and head around low-bit layers."""
 
     def __init__(self, config: ModelConfig, storage: Storage):
+        self.vocab_size = config.vocab_size
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.rope = RopeTable(storage.positions, config.head_dim)
         self.layers = nn.ModuleList(

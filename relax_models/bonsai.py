@@ -62,6 +62,7 @@ class Bonsai(Decoder):
 
     def __init__(self, config: ModelConfig, storage: Storage):
         form, vocab, hidden = config.weight_format, config.vocab_size, config.hidden_size
+        self.vocab_size = config.vocab_size
         self.config = config
         self.embed = LowBitLinear((vocab,), hidden, storage, form)
         if not config.tie_word_embeddings:

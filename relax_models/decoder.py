@@ -4,15 +4,19 @@ from tvm import IRModule
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor, spec
 
-from relax_models.layers import Rows, greedy
+from relax_models.layers import Rows, accept, choose, greedy, lay_out
+from relax_models.state import RING, RING_ROWS, STATE_WORDS
 
 
 class Decoder(nn.Module):
-    """A decoder: `decode` gives logits for the rows that ask, `prefill` only fills the cache.
+    """A decoder: `step` drafts, verifies and commits on the device, `decode` gives logits for the
+    rows that ask, `prefill` only fills the cache.
 
-    A subclass sets `rope` (a RopeTable) and `layers` (each with `forward` and `write_kv`), and
-    defines `embedded` and `logits`.
+    A subclass sets `vocab_size`, `rope` (a RopeTable) and `layers` (each with `forward` and
+    `write_kv`), and defines `embedded` and `logits`.
     """
+
+    vocab_size: int
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """Hidden states `(width, hidden_size)` float32 of tokens `(width,)` int32."""
@@ -31,12 +35,38 @@ class Decoder(nn.Module):
         logit_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """One step of up to 64 rows -> logits `(rows, vocab_size)`, greedy tokens `(rows,)`."""
-        rows = Rows(tokens, position, boundary, visible)
-        h = self.embedded(tokens)
+        logits = self._forward(Rows(tokens, position, boundary, visible), logit_rows)
+        return logits, greedy(logits, logit_rows)
+
+    def _forward(self, rows: Rows, logit_rows: Tensor) -> Tensor:
+        h = self.embedded(rows.tokens)
         for layer in self.layers:
             h = layer(h, rows, self.rope.table)
-        logits = self.logits(h, logit_rows)
-        return logits, greedy(logits, logit_rows)
+        return self.logits(h, logit_rows)
+
+    def step(
+        self,
+        state: Tensor,
+        ring: Tensor,
+        seen: Tensor,
+        tokens: Tensor,
+        position: Tensor,
+        boundary: Tensor,
+        visible: Tensor,
+        logit_rows: Tensor,
+        horizon: Tensor,
+    ) -> Tensor:
+        """One step of the decode loop; returns the state.
+
+        state, ring and seen (see relax_models/state.py) are changed in place. The others are the
+        bucket's buffers for its rows, as `step_ops.step_rows` fills them.
+        """
+        buffers = [tokens, position, boundary, visible, logit_rows, horizon]
+        state, laid_out = lay_out(state, buffers)
+        *rows, logit_rows, horizon = laid_out
+        logits = self._forward(Rows(*rows), logit_rows)
+        chosen = choose(logits, logit_rows, horizon, state, seen)
+        return accept(chosen, state, ring, seen)
 
     def prefill(self, tokens: Tensor, position: Tensor, boundary: Tensor) -> Tensor:
         """Fill the cache for a causal chunk; the last layer stops at its k and v."""
@@ -48,8 +78,9 @@ class Decoder(nn.Module):
         return last.write_kv(h, rows, self.rope.table)[1]
 
     def export(self) -> tuple[IRModule, list[str]]:
-        """The Relax module with `decode` and `prefill` over symbolic dims `width` and `rows`, and
-        the names of the parameters that follow the inputs in both (KV caches end in `.kv.cache`).
+        """The Relax module with `step`, `decode` and `prefill` over symbolic dims `width` and
+        `rows`, and the names of the parameters that follow the inputs in all three (KV caches end
+        in `.kv.cache`).
         """
         rows = {
             "tokens": spec.Tensor(["width"], "int32"),
@@ -60,8 +91,24 @@ class Decoder(nn.Module):
             "visible": spec.Tensor(["width", 2], "uint32"),
             "logit_rows": spec.Tensor(["rows"], "int32"),
         }
+        loop = {
+            "state": spec.Tensor([STATE_WORDS], "int32"),
+            "ring": spec.Tensor([RING_ROWS, RING], "int32"),
+            "seen": spec.Tensor([self.vocab_size], "int32"),
+        }
+        step = {
+            **loop,
+            **rows,
+            "visible": asked["visible"],
+            "logit_rows": spec.Tensor(["width"], "int32"),
+            "horizon": spec.Tensor(["width"], "int32"),
+        }
         plain = {"param_mode": "plain", "effect_mode": "none"}
         mod, params = self.export_tvm(
-            {"decode": {**rows, **asked, "$": plain}, "prefill": {**rows, "$": plain}}
+            {
+                "step": {**step, "$": plain},
+                "decode": {**rows, **asked, "$": plain},
+                "prefill": {**rows, "$": plain},
+            }
         )
         return mod, [name for name, _ in params]

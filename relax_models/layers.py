@@ -8,7 +8,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 
-from relax_models import ops
+from relax_models import choose_ops, ops, step_ops
 from relax_models.formats import FORMATS, packed_dtype, packed_shape, padded_k, scales_shape
 
 
@@ -198,6 +198,40 @@ class Embedding(nn.Module):
         func = ops.head(self.vocab_size, self.hidden_size)
         out = [((logit_rows.shape[0], self.vocab_size), "float32")]
         return call(func, "head", [x, self.weight, logit_rows], out)
+
+
+def lay_out(state: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Fill `rows` (see `step_ops.step_rows`) with the rows of the next step; returns the state and
+    the rows as they then are."""
+    args = [state, *rows]
+    out = [Tensor.placeholder(arg.shape, arg.dtype) for arg in args]
+    written = tensor_ir_inplace_op(
+        step_ops.step_rows(), "step_rows", args, [*range(len(args))], out
+    )
+    return written[0], written[1:]
+
+
+def choose(
+    logits: Tensor, logit_rows: Tensor, horizon: Tensor, state: Tensor, seen: Tensor
+) -> list[Tensor]:
+    """Token int32, confidence and logprob float32, each `(rows,)`: see `choose_ops.choose`."""
+    rows, vocab_size = logits.shape
+    shape = (rows, choose_ops.parts_of(int(vocab_size)))
+    args = [logits, logit_rows, horizon, state, seen]
+    func = choose_ops.softmax_parts(int(vocab_size))
+    out = [(shape, "float32"), (shape, "int32"), (shape, "float32")]
+    parts = call(func, "softmax_parts", args, out)
+    func = choose_ops.choose(int(vocab_size))
+    chosen = [((rows,), "int32"), ((rows,), "float32"), ((rows,), "float32")]
+    return call(func, "choose", [*args, *parts], chosen)
+
+
+def accept(chosen: Sequence[Tensor], state: Tensor, ring: Tensor, seen: Tensor) -> Tensor:
+    """Commit what `choose` gave; returns the new state: see `step_ops.accept`."""
+    args = [*chosen, state, ring, seen]
+    out = [Tensor.placeholder(arg.shape, arg.dtype) for arg in args[3:]]
+    func = step_ops.accept(int(seen.shape[0]))
+    return tensor_ir_inplace_op(func, "accept", args, [3, 4, 5], out)[0]
 
 
 def greedy(logits: Tensor, logit_rows: Tensor) -> Tensor:

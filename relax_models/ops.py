@@ -31,10 +31,10 @@ NEG_INF = -3.0e38
 
 
 def _stamped(tensors: Sequence[te.Tensor], op: str, **settings) -> tirx.PrimFunc:
-    return _stamp(te.create_prim_func(list(tensors)).without_attr("global_symbol"), op, **settings)
+    return stamp(te.create_prim_func(list(tensors)).without_attr("global_symbol"), op, **settings)
 
 
-def _stamp(func: tirx.PrimFunc, op: str, **settings) -> tirx.PrimFunc:
+def stamp(func: tirx.PrimFunc, op: str, **settings) -> tirx.PrimFunc:
     named = {f"bitmtp.{name}": value for name, value in settings.items()}
     return func.with_attr({"bitmtp.op": op, "tirx.noalias": True, **named})
 
@@ -396,7 +396,7 @@ def rope_kv_write(
                     "float16", qkv[vi, first_v + vh * head_dim + vd]
                 )
 
-    return _stamp(func, "rope_kv_write")
+    return stamp(func, "rope_kv_write")
 
 
 def attention(
@@ -537,4 +537,4 @@ def greedy(vocab_size: int) -> tirx.PrimFunc:
                 if broken[vi]:
                     tokens[vi] = -1
 
-    return _stamp(func, "greedy")
+    return stamp(func, "greedy")

@@ -6,6 +6,7 @@ import tvm
 from tvm import tirx
 
 from schedules import cpu, gpu
+from schedules.parsing import quick_frames
 from schedules.workload import Workload, read, scheduled
 
 Rule = Callable[[tirx.PrimFunc, Workload, tvm.target.Target], tirx.PrimFunc | None]
@@ -18,5 +19,6 @@ def apply(func: tirx.PrimFunc, target: tvm.target.Target) -> tirx.PrimFunc | Non
     operation is not ours. Raises ValueError for a shape that the rule does not serve."""
     work = read(func)
     rule = RULES.get(target.kind.name, {}).get(work.op)
-    result = rule(func, work, target) if rule else None
+    with quick_frames():
+        result = rule(func, work, target) if rule else None
     return None if result is None else scheduled(result, func)

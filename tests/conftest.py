@@ -9,6 +9,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--kernels", help="folder that `python tests/gpu_kernels.py build` filled, for -m gpu"
     )
+    parser.addoption("--artifact", help="the demo compiled for the GPU at hand, for -m gpu")
     parser.addoption(
         "--aarch64-root", help="folder that `python tests/aarch64_root.py` made, for -m slow"
     )

@@ -58,9 +58,15 @@ SLOTS = 700
 POSITIONS = 90
 
 
+CHOOSE_ROWS = (1, 8, 64)
+# Of the decode step: the fake model's vocabulary, and the buckets that its tests run in.
+STEP_VOCABULARY = 50
+STEP_WIDTHS = (1, 3, 8, 16, 64)
+
+
 @dataclass(frozen=True)
 class Kernel:
-    """`relax_models.ops.<op>(*arguments)` at the given dimensions."""
+    """The operation `op` of `relax_models`, made of `arguments`, at the given dimensions."""
 
     op: str
     arguments: tuple
@@ -111,6 +117,10 @@ def all_kernels() -> Iterator[Kernel]:
         yield kernel("head", vocab, size, rows=rows)
     for vocab in VOCABULARIES:
         yield kernel("greedy", vocab, rows=8)
+    for vocab, rows in product(VOCABULARIES, CHOOSE_ROWS):
+        yield kernel("softmax_parts", vocab, rows=rows)
+        yield kernel("choose", vocab, rows=rows)
+    yield from step_kernels()
     for shape in ATTENTIONS:
         for width in (1, 9, 130):
             yield kernel("rope_kv_write", *shape, POSITIONS, SLOTS, width=width)
@@ -118,6 +128,14 @@ def all_kernels() -> Iterator[Kernel]:
             yield attention(*shape, False, width)
         for width in CAUSAL_WIDTHS:
             yield attention(*shape, True, width)
+
+
+def step_kernels() -> Iterator[Kernel]:
+    for width in STEP_WIDTHS:
+        yield kernel("step_rows", width=width)
+        yield kernel("softmax_parts", STEP_VOCABULARY, rows=width)
+        yield kernel("choose", STEP_VOCABULARY, rows=width)
+        yield kernel("accept", STEP_VOCABULARY, rows=width)
 
 
 def group_kernels() -> Iterator[Kernel]:
@@ -139,21 +157,54 @@ def target_for(arch: str) -> Target:
     return replace(found, host=X86_64)
 
 
+def definition(item: Kernel) -> Any:
+    """The PrimFunc of a kernel as `relax_models` defines it, at the kernel's dimensions."""
+    from bitmtp_tvm.specialize import bind_dims
+    from relax_models import choose_ops, ops, step_ops
+
+    module = next(module for module in (ops, choose_ops, step_ops) if hasattr(module, item.op))
+    return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
+
+
 def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
     """An IRModule of the kernels as their rules make them, under their names."""
     import tvm
 
-    from bitmtp_tvm.specialize import bind_dims
     from bitmtp_tvm.targets import tvm_target
-    from relax_models import ops
     from schedules import rule
 
     made = {}
     for item in kernels:
-        func = bind_dims(getattr(ops, item.op)(*item.arguments), dict(item.dims))
-        scheduled = rule.apply(func, tvm_target(target))
+        scheduled = rule.apply(definition(item), tvm_target(target))
         made[item.name] = scheduled.with_attr("global_symbol", item.name)
     return tvm.IRModule(made)
+
+
+def cuda_text(kernels: Sequence[Kernel], target: Target) -> str:
+    """The CUDA text that TVM generates for kernels; it does not depend on the target's arch."""
+    from bitmtp_tvm.toolchain import prepare_cuda, register_nvrtc
+
+    prepare_cuda()
+    import tvm
+    import tvm.support.nvcc
+    import tvm_ffi
+
+    from bitmtp_tvm.targets import tvm_target
+
+    kept: list[str] = []
+
+    def keep(text: str) -> bytes:
+        kept.append(text)
+        return b"\x7fELF"
+
+    tvm_ffi.register_global_func("tvm_callback_cuda_compile", keep, override=True)
+    try:
+        with tvm_target(target) as described:
+            tvm.tirx.build(schedule(kernels, target), target=described)
+    finally:
+        register_nvrtc()
+    (text,) = kept
+    return text
 
 
 def build(directory: Path, arch: str, ptx: bool = False) -> Path:

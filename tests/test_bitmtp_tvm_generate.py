@@ -1,13 +1,16 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy_session import ToySession, toy_continuation
+from fake_model import FakeModel
+from twin_session import CHEAP_ROWS, TwinSession, mtp_of
 
 import bitmtp_tvm
 from bitmtp_tvm import engine as engine_module
@@ -22,13 +25,30 @@ DEMO = ROOT / "bitmtp_tvm" / "assets" / "demo" / "tokenizer.json"
 CODEC = TextCodec(DEMO, add_bos=True, bos_token_id=0, vocab_size=8192)
 
 
+def session_of(**model):
+    return TwinSession(FakeModel(vocab_size=8192, **model), depth=2)
+
+
+def continuation(prompt, count):
+    return session_of().model.continuation(prompt, count)
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run the command over a toy session; gives (exit code, stdout, stderr)."""
+    """Run the command over the twin session; gives (exit code, stdout, stderr)."""
 
-    def run(*arguments, session=None, codec=CODEC, eos=(1,), chat=None):
-        parts = Parts(session or ToySession(), codec, frozenset(eos), chat)
-        monkeypatch.setattr(engine_module, "open_parts", lambda directory, progress: parts)
+    def run(*arguments, session=None, codec=CODEC, eos=(1,), chat=None, mtp=False, measured=True):
+        session = session or session_of()
+        predicts = mtp_of(session.model) if mtp else None
+        times = replace(CHEAP_ROWS, measured=measured)
+        parts = Parts(session, codec, frozenset(eos), times, predicts, chat)
+        run.graphs = []
+
+        def open_parts(directory, progress, graph):
+            run.graphs.append(graph)
+            return parts
+
+        monkeypatch.setattr(engine_module, "open_parts", open_parts)
         code = command.main(["--artifact", "somewhere", *arguments])
         return code, *capsys.readouterr()
 
@@ -36,7 +56,7 @@ def run(monkeypatch, capsys):
 
 
 def text_of(prompt, count):
-    return CODEC.decode(toy_continuation(CODEC.encode(prompt), count))
+    return CODEC.decode(continuation(CODEC.encode(prompt), count))
 
 
 def test_text_goes_to_stdout_and_the_summary_to_stderr(run):
@@ -53,7 +73,7 @@ def test_the_empty_prompt_is_the_start_token(run):
 
 def test_ids_give_ids(run):
     code, out, err = run("--prompt-ids", "1, 2,3", "--max-new-tokens", "4", codec=None)
-    assert (code, out) == (0, ",".join(map(str, toy_continuation([1, 2, 3], 4))) + "\n")
+    assert (code, out) == (0, ",".join(map(str, continuation([1, 2, 3], 4))) + "\n")
     assert err.startswith("tokens: 3 prompt, 4 new")
 
 
@@ -68,7 +88,7 @@ def test_json_is_one_object_a_line_and_nothing_else(run, tmp_path):
     for prompt, line in zip(prompts, lines, strict=True):
         answer = json.loads(line)
         assert list(answer) == ["text", "token_ids", "finish_reason", "stats"]
-        assert answer["token_ids"] == toy_continuation(CODEC.encode(prompt), 6)
+        assert answer["token_ids"] == continuation(CODEC.encode(prompt), 6)
         assert answer["text"] == text_of(prompt, 6)
         assert answer["finish_reason"] == "length"
         assert answer["stats"]["prompt_tokens"] == len(CODEC.encode(prompt))
@@ -85,7 +105,7 @@ def test_several_texts_come_in_order(run, tmp_path):
 
 def test_json_of_ids_has_the_text_if_there_is_a_tokenizer(run):
     arguments = ["--prompt-ids", "5", "--json", "--max-new-tokens", "2"]
-    ids = toy_continuation([5], 2)
+    ids = continuation([5], 2)
     assert json.loads(run(*arguments)[1])["text"] == CODEC.decode(ids)
     answer = json.loads(run(*arguments, codec=None)[1])
     assert answer["text"] is None and answer["token_ids"] == ids
@@ -109,14 +129,14 @@ def test_a_message_is_answered_in_the_chat_format(run, tmp_path):
     ],
 )
 def test_what_cannot_be_a_chat_is_one_sentence(run, arguments, message):
-    session = ToySession()
+    session = session_of()
     code, out, err = run(*arguments, session=session)
     assert (code, out) == (2, "") and message in err and err.count("\n") == 1
     assert session.calls == []
 
 
 def test_an_end_token_stops(run):
-    second = toy_continuation(CODEC.encode("hello"), 2)[1]
+    second = continuation(CODEC.encode("hello"), 2)[1]
     code, out, err = run("--prompt", "hello", eos=(second,))
     assert (code, out) == (0, text_of("hello", 1) + "\n")
     assert "2 new" in err and "finish: stop" in err
@@ -134,7 +154,7 @@ def test_an_end_token_stops(run):
     ],
 )
 def test_bad_prompts_are_one_sentence(run, arguments, code, message):
-    session = ToySession()
+    session = session_of()
     answer = run(*arguments, session=session)
     assert answer[:2] == (code, "")
     assert answer[2].startswith("error: ") and message in answer[2] and answer[2].count("\n") == 1
@@ -165,7 +185,7 @@ def test_a_bad_line_names_file_and_line_before_anything_is_generated(
 ):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(content)
-    session = ToySession()
+    session = session_of()
     code, out, err = run("--prompts", str(file), "--json", session=session)
     assert code != 0 and out == "" and session.calls == []
     assert str(file) in err and message in err and err.count("\n") == 1
@@ -187,6 +207,12 @@ def test_a_bad_line_names_file_and_line_before_anything_is_generated(
         ["--prompt", "a", "--max-new-tokens", "2.5"],
         ["--prompt", "a", "--max", "3"],
         ["--prompt", "a", "rest"],
+        ["--prompt", "a", "--mode", "greedy"],
+        ["--prompt", "a", "--layout", "tree"],
+        ["--prompt", "a", "--block-size", "0"],
+        ["--prompt", "a", "--threshold", "high"],
+        ["--prompt", "a", "--seed", "1.5"],
+        ["--prompt", "a", "--top-k", "many"],
     ],
 )
 def test_usage_errors_end_with_2(run, capsys, arguments):
@@ -202,13 +228,13 @@ def test_a_traceback_needs_verbose(run):
 
 def test_a_failure_on_the_way_ends_the_line_of_text(run):
     prompt = len(CODEC.encode("x"))
-    session = ToySession(script=lambda seen: -1 if seen > prompt + 2 else 40)
+    session = session_of(script={prompt: 40, prompt + 1: 40, prompt + 2: 40, prompt + 3: -1})
     code, out, err = run("--prompt", "x", session=session)
     assert (code, out) == (1, CODEC.decode([40, 40, 40]) + "\n") and "no finite logit" in err
 
 
 def test_a_fault_of_the_demo_says_where_it_is(monkeypatch, capsys, tmp_path):
-    def broken(directory, progress):
+    def broken(directory, progress, graph):
         raise BitMTPError("params-00001.safetensors is truncated")
 
     monkeypatch.setattr(command, "demo_artifact", lambda verbose: tmp_path / "demo")
@@ -217,19 +243,108 @@ def test_a_fault_of_the_demo_says_where_it_is(monkeypatch, capsys, tmp_path):
     assert f"truncated (the demo is in {tmp_path / 'demo'}: remove it" in capsys.readouterr().err
 
 
+def test_a_model_with_mtp_says_how_many_tokens_a_forward_gives(run):
+    code, out, err = run("--prompt", "hello", "--max-new-tokens", "20", mtp=True)
+    assert (code, out) == (0, text_of("hello", 20) + "\n")
+    rate = re.search(r"20 new; (\d\.\d\d) tokens per forward; \d", err)
+    assert rate and float(rate[1]) > 3
+    code, out, err = run("--prompt", "hello", "--max-new-tokens", "20", "--mode", "ar", mtp=True)
+    assert (code, out) == (0, text_of("hello", 20) + "\n") and "forward" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--mode", "speculative", "--block-size", "3", "--draft-threshold", "0.7"],
+        ["--mode", "speculative", "--layout", "outcomes"],
+        ["--mode", "confidence", "--threshold", "0.95"],
+        ["--mode", "hybrid", "--min-chain", "4", "--layout", "chain"],
+    ],
+)
+def test_every_mode_can_be_asked_for(run, arguments):
+    code, out, _ = run("--prompt-ids", "5,6", "--json", "--max-new-tokens", "30", *arguments, mtp=1)
+    answer = json.loads(out)
+    assert code == 0 and answer["token_ids"] == continuation([5, 6], 30)
+    assert answer["stats"]["forwards"] < 16
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mtp", "message"),
+    [
+        (["--mode", "speculative"], False, "needs a model with multi-token prediction"),
+        (["--mode", "hybrid", "--min-chain", "3"], False, "use mode ar"),
+        (["--min-chain", "3"], True, "min_chain means nothing in mode speculative"),
+        (["--block-size", "3"], False, "block_size means nothing in mode ar"),
+        (["--block-size", "9"], True, "more, never"),
+        (["--draft-threshold", "nan"], True, "draft_threshold is nan"),
+        (["--temperature=-1"], True, "temperature"),
+        (["--top-p", "1.5"], False, "top_p"),
+        (["--stop", ""], False, "no stop string"),
+        (["--logprobs"], False, "give --json with it"),
+    ],
+)
+def test_options_that_cannot_be_served_are_one_sentence(run, arguments, mtp, message):
+    session = session_of()
+    code, out, err = run("--prompt", "x", *arguments, mtp=mtp, session=session)
+    assert (code, out) == (2, "") and message in err and err.count("\n") == 1
+    assert err.startswith("error: ") and session.calls == []
+
+
+def test_stop_texts_end_the_text(run):
+    whole = text_of("hello", 20)
+    stops = whole[9:12], whole[6:8]
+    arguments = ["--prompt", "hello", "--max-new-tokens", "20"]
+    code, out, err = run(*arguments, "--stop", stops[0], "--stop", stops[1])
+    assert (code, out) == (0, whole[: whole.index(stops[1])] + "\n") and "finish: stop" in err
+    answer = json.loads(run(*arguments, "--stop", stops[0], "--json")[1])
+    assert answer["text"] == whole[: whole.index(stops[0])] and answer["finish_reason"] == "stop"
+
+
+def test_a_seed_gives_the_same_text_and_logprobs_come_when_asked_for(run):
+    arguments = ["--prompt", "x", "--json", "--temperature", "1", "--max-new-tokens", "9"]
+    more = ["--top-k", "50", "--top-p", "0.9", "--min-p", "0.00001", "--repetition-penalty", "1.1"]
+
+    def draw(seed, *rest):
+        session = session_of(sharpness=0.5)
+        return json.loads(run(*arguments, *more, "--seed", seed, *rest, session=session)[1])
+
+    answer = draw("7", "--logprobs")
+    assert list(answer) == ["text", "token_ids", "logprobs", "finish_reason", "stats"]
+    assert len(answer["logprobs"]) == 9 and max(answer["logprobs"]) < 0
+    assert draw("7")["token_ids"] == answer["token_ids"] and "logprobs" not in draw("7")
+    assert draw("8")["token_ids"] != answer["token_ids"]
+
+
+def test_graphs_are_left_out_when_asked(run):
+    run("--prompt", "x", "--max-new-tokens", "1")
+    assert run.graphs == [True]
+    run("--prompt", "x", "--max-new-tokens", "1", "--no-graph")
+    assert run.graphs == [False]
+
+
+@pytest.mark.parametrize(("measured", "word"), [(True, "measured"), (False, "predicted")])
+def test_verbose_says_which_step_times_are_used(run, measured, word):
+    arguments = ["--prompt", "x", "--max-new-tokens", "1"]
+    assert f"step times: {word}" in run(*arguments, "--verbose", measured=measured)[2]
+    assert "step times" not in run(*arguments, measured=measured)[2]
+
+
 CHILD = """
     import sys, time
-    from toy_session import ToySession
+    from fake_model import FakeModel
+    from twin_session import CHEAP_ROWS, TwinSession
     from bitmtp_tvm import engine, generate
     from bitmtp_tvm.text import TextCodec
 
-    def script(seen):
-        time.sleep(float(sys.argv[1]))
-        return 40 + seen % 8
+    class Slow(FakeModel):
+        def forward(self, rows):
+            time.sleep(float(sys.argv[1]))
+            return super().forward(rows)
 
     codec = TextCodec(engine.Path(sys.argv[2]), True, 0, 8192)
-    parts = engine.Parts(ToySession(10**6, script=script), codec, frozenset())
-    engine.open_parts = lambda directory, progress: parts
+    session = TwinSession(Slow(10**6, 8192, script={n: 40 + n % 8 for n in range(400)}))
+    parts = engine.Parts(session, codec, frozenset(), CHEAP_ROWS)
+    engine.open_parts = lambda directory, progress, graph: parts
     sys.exit(generate.main(["--artifact", "x", *sys.argv[3:]]))
 """
 

@@ -34,6 +34,8 @@ def model():
 def test_buckets_are_decode_widths_and_all_prefill_widths():
     found = buckets((4, 1), (16,))
     assert [bucket.name for bucket in found] == [
+        "step_w1",
+        "step_w4",
         "decode_w1",
         "decode_w4",
         "prefill_w1",
@@ -48,7 +50,8 @@ def test_every_kernel_is_static_and_of_its_bucket():
     for name, func in kernels.items():
         work = read(func)
         width = int(name.rsplit("_w", 1)[1])
-        assert work.width == width, name
+        # The last buffer of `accept` is as long as the vocabulary.
+        assert work.width == (TINY.vocab_size if work.op == "accept" else width), name
     entries = {v.name_hint for v, f in mod.functions.items() if isinstance(f, relax.Function)}
     assert entries == {b.name for b in buckets((1, 4), (16,))}
 
@@ -58,11 +61,15 @@ def test_equal_kernels_are_shared_between_layers_and_entries():
     names = [v.name_hint for v, f in mod.functions.items() if isinstance(f, tirx.PrimFunc)]
     # Four linears, attention in both kinds, and one of each of the other seven.
     assert len(names) == 4 + 2 + 7
+    both = specialize(model()[0], [Bucket("step", 4), Bucket("decode", 4)])
+    names = [v.name_hint for v, f in both.functions.items() if isinstance(f, tirx.PrimFunc)]
+    # Only the choice of tokens differs: greedy, or the two ends of a step with the choice between.
+    assert len(names) == 4 + 1 + 6 + 1 + 4
 
 
 def test_parameters_follow_the_inputs_in_both_entries():
     mod, names = model()
-    for entry, inputs in (("decode", 5), ("prefill", 3)):
+    for entry, inputs in (("step", 9), ("decode", 5), ("prefill", 3)):
         given = [param.name for param in mod[entry].params]
         assert given[inputs:] == names
     assert [name for name in names if name.endswith("kv.cache")] == [

@@ -38,6 +38,8 @@ def quantized(rng, width, k):
 def test_every_operation_has_a_rule_for_the_processor():
     defined = {
         "attention",
+        "choose",
+        "accept",
         "embed",
         "final_norm",
         "gated_norm_quantize",
@@ -50,6 +52,9 @@ def test_every_operation_has_a_rule_for_the_processor():
         "qk_norm",
         "quantize",
         "rope_kv_write",
+        "running",
+        "softmax_parts",
+        "step_rows",
     }
     assert set(cpu.RULES) == defined
 

@@ -43,6 +43,7 @@ def manifest_for(target: Target, shards: tuple[Shard, ...] = (), **changes: Any)
         host_features=target.host_features,
         versions=versions(),
         least_drivers=dict(LEAST_DRIVERS) if cuda else {},
+        chunks=(1, 2, 4, 8),
         widths=target.widths,
         prefill=target.prefill,
         context=32,

@@ -1,5 +1,6 @@
 """The numpy twin of everything that is compiled: each operation, and the whole forward pass."""
 
+from bitmtp_tvm.reference.choose import choose, philox4x32, softmax_parts
 from bitmtp_tvm.reference.model import KVCache, ReferenceModel
 from bitmtp_tvm.reference.ops import (
     attention,
@@ -26,6 +27,7 @@ __all__ = [
     "KVCache",
     "ReferenceModel",
     "attention",
+    "choose",
     "dequantize",
     "embed",
     "gated",
@@ -37,10 +39,12 @@ __all__ = [
     "low_bit_accumulate",
     "low_bit_embed",
     "low_bit_linear",
+    "philox4x32",
     "qk_norm",
     "quantize",
     "quantize_groups",
     "rms_norm",
     "rope",
     "silu",
+    "softmax_parts",
 ]

@@ -1,6 +1,7 @@
 """Rules of the llvm target."""
 
 from schedules.cpu.attention import attention
+from schedules.cpu.choose import choose, softmax_parts
 from schedules.cpu.elementwise import embed, low_bit_embed, rope_kv_write
 from schedules.cpu.head import greedy, head
 from schedules.cpu.low_bit_gemv import low_bit_linear
@@ -12,9 +13,12 @@ from schedules.cpu.norm import (
     qk_norm,
     quantize,
 )
+from schedules.cpu.step import accept, running, step_rows
 
 RULES = {
+    "accept": accept,
     "attention": attention,
+    "choose": choose,
     "embed": embed,
     "final_norm": final_norm,
     "gated_norm_quantize": gated_norm_quantize,
@@ -27,4 +31,7 @@ RULES = {
     "qk_norm": qk_norm,
     "quantize": quantize,
     "rope_kv_write": rope_kv_write,
+    "softmax_parts": softmax_parts,
+    "running": running,
+    "step_rows": step_rows,
 }

@@ -86,6 +86,33 @@ def exp(x, lanes: int):
     return T.Select(x < const(-87.0), const(0.0), value * power)
 
 
+def log(x):
+    """The natural logarithm of a positive float32 within 2 ulp; denormals count as 2^-126.
+
+    x = m 2^e with m in [sqrt 1/2, sqrt 2) and the minimax polynomial of Cephes' logf. Written out
+    for the same reasons as `exp`.
+    """
+    bits = T.reinterpret("int32", T.max(x, T.float32(2.0**-126)))
+    # The bits of sqrt 1/2: what they leave above a whole exponent is m.
+    e = T.shift_right(bits - 0x3F3504F3, 23)
+    r = T.reinterpret("float32", bits - T.shift_left(e, 23)) - T.float32(1)
+    poly = T.float32(7.0376836292e-2)
+    for coefficient in (
+        -1.1514610310e-1,
+        1.1676998740e-1,
+        -1.2420140846e-1,
+        1.4249322787e-1,
+        -1.6668057665e-1,
+        2.0000714765e-1,
+        -2.4999993993e-1,
+        3.3333331174e-1,
+    ):
+        poly = poly * r + T.float32(coefficient)
+    power = T.Cast("float32", e)
+    low = poly * r * r * r + power * T.float32(-2.12194440e-4) - T.float32(0.5) * r * r
+    return r + low + power * T.float32(0.693359375)
+
+
 @dataclass(frozen=True)
 class DotProduct:
     """How the processor multiplies rows of four codes by the same four activations.

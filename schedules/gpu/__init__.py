@@ -5,12 +5,14 @@ from tvm import tirx
 
 from schedules.gpu import low_bit_gemv, low_bit_group_gemv
 from schedules.gpu.attention import attention
+from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed, rope_kv_write
 from schedules.gpu.head import greedy, head
 from schedules.gpu.low_bit_embed import low_bit_embed
 from schedules.gpu.norm import final_norm, gated_norm_quantize, norm_quantize
 from schedules.gpu.qk_norm import qk_norm
 from schedules.gpu.quantize import gated_quantize, quantize
+from schedules.gpu.step import accept, step_rows
 from schedules.workload import Workload
 
 
@@ -23,7 +25,9 @@ def low_bit_linear(
 
 
 RULES = {
+    "accept": accept,
     "attention": attention,
+    "choose": choose,
     "embed": embed,
     "final_norm": final_norm,
     "gated_norm_quantize": gated_norm_quantize,
@@ -36,4 +40,6 @@ RULES = {
     "qk_norm": qk_norm,
     "quantize": quantize,
     "rope_kv_write": rope_kv_write,
+    "softmax_parts": softmax_parts,
+    "step_rows": step_rows,
 }

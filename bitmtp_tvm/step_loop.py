@@ -1,0 +1,152 @@
+"""Keeps the device in steps for one request: which chunk comes next, and what came back."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from bitmtp_tvm.flight import Flight, TokenSession
+from bitmtp_tvm.modes import DecodeOptions
+from bitmtp_tvm.policy import Policy
+from bitmtp_tvm.sampling import SamplingOptions
+from relax_models.state import NEVER, RING, STATE_WORDS, Finish, Kind, Mode, Ring, Word
+
+
+class Committed(NamedTuple):
+    """A committed token, its log-probability, and how it came about."""
+
+    token: int
+    logprob: float
+    kind: Kind
+
+
+def first_state(
+    tokens: Sequence[int],
+    boundary: int,
+    limit: int,
+    end_ids: Sequence[int],
+    options: DecodeOptions,
+    sampling: SamplingOptions,
+) -> np.ndarray:
+    """The state `(STATE_WORDS,)` int32 of a request that has run no step.
+
+    `tokens`: the prompt, of which the K/V of tokens[:boundary] are there; `limit`: tokens of the
+    whole sequence at most.
+    """
+    state = np.zeros(STATE_WORDS, np.int32)
+    words: dict[Word, int] = {
+        Word.LENGTH: len(tokens),
+        Word.BOUNDARY: boundary,
+        Word.LIMIT: limit,
+        Word.MODE: Mode[options.mode.upper()],
+        Word.MIN_CHAIN: options.min_chain,
+        Word.MASK_TOKEN: options.mask_token_id,
+        Word.BIDIRECTIONAL: options.bidirectional,
+        Word.STOPS: len(end_ids),
+        **sampling.words(),
+    }
+    for word, value in words.items():
+        state[word] = value
+    floats = state.view(np.float32)
+    floats[Word.THRESHOLD], floats[Word.DRAFT_THRESHOLD] = (
+        options.threshold,
+        options.draft_threshold,
+    )
+    state[Word.STOP_IDS : Word.STOP_IDS + len(end_ids)] = sorted(end_ids)
+    pending = tokens[boundary:]
+    state[Word.TAIL : Word.TAIL + len(pending)] = pending
+    return state
+
+
+def first_places(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """`seen`: where each token of the vocabulary stands first in `tokens`; `(V,)` int32."""
+    seen = np.full(vocab_size, NEVER, np.int32)
+    np.minimum.at(seen, np.asarray(tokens), np.arange(len(tokens), dtype=np.int32))
+    return seen
+
+
+class StepLoop:
+    """One request on the device. `state`: as it was last read back, `(STATE_WORDS,)` int32."""
+
+    def __init__(
+        self,
+        session: TokenSession,
+        flight: Flight,
+        policy: Policy,
+        state: np.ndarray,
+        seen: np.ndarray | None,
+    ) -> None:
+        """`state`, `seen`: where the request begins; `seen` is None where nobody looks at it."""
+        self.state = state
+        self._session = session
+        self._flight = flight
+        self._policy = policy
+        self._choice = policy.choice()
+        self._seen = seen
+        self._written: dict[Word, int] | None = None
+        self._chunks_run = 0
+
+    @property
+    def finish(self) -> Finish:
+        return Finish(self.state[Word.FINISH])
+
+    @property
+    def pending(self) -> int:
+        return int(self.state[Word.LENGTH] - self.state[Word.BOUNDARY])
+
+    def fill(self) -> None:
+        """Enqueue chunks until `depth` are under way, or no further step could be of use."""
+        while self.finish == Finish.RUNNING and len(self._flight) < self._session.depth:
+            if self._written != self._choice.words:
+                # The state may be written with nothing under way.
+                if self._flight:
+                    return
+                self._write()
+            width, steps = self._next_chunk()
+            if not steps:
+                return
+            self._flight.run(width, steps)
+            self._chunks_run += 1
+
+    def read(self) -> list[Committed]:
+        """Wait for the oldest chunk; the tokens that it committed."""
+        before = int(self.state[Word.LENGTH])
+        self.state, ring = self._flight.read()
+        self._choice = self._policy.update(self.state)
+        columns = np.arange(before, self.state[Word.LENGTH]) % RING
+        tokens, logprobs, kinds = (ring[row, columns] for row in Ring)
+        return [
+            Committed(token, logprob, Kind(kind))
+            for token, logprob, kind in zip(
+                tokens.tolist(), logprobs.view(np.float32).tolist(), kinds.tolist(), strict=True
+            )
+        ]
+
+    def _write(self) -> None:
+        words = self._choice.words
+        state = self.state.copy()
+        for word, value in words.items():
+            state[word] = value
+        self._flight.write(state, self._seen)
+        # The device keeps it from here on.
+        self._seen = None
+        self._written = words
+
+    def _next_chunk(self) -> tuple[int, int]:
+        """Bucket and steps of the next chunk; no steps: those under way may be enough."""
+        if self.pending > self._choice.width:
+            # A chain from a wider bucket: one step that holds it, and all fits again.
+            return min(w for w in self._session.widths if w >= self.pending), 1
+        left = int(self.state[Word.LIMIT] - self.state[Word.LENGTH])
+        # Every step commits a token at the least; more than are likely to be needed would be idle.
+        most = math.ceil(left / self._tokens_per_step()) - self._flight.steps
+        if self._choice.most_steps is not None:
+            most = min(most, self._choice.most_steps - self._flight.steps)
+        chunks = self._session.chunks[: self._chunks_run + 1]
+        return self._choice.width, max((steps for steps in chunks if steps <= most), default=0)
+
+    def _tokens_per_step(self) -> float:
+        """So far; 1 before the first step."""
+        made = int(self.state[Word.TARGET_TOKENS : Word.UNVERIFIED_TOKENS + 1].sum())
+        return max(1.0, made / max(1, int(self.state[Word.FORWARDS])))

@@ -1,0 +1,200 @@
+"""What algorithm and oracle promise of the decode loop, kept by compiled models.
+
+A test class inherits `LoopProperties`; its module has a fixture `model` (Model).
+"""
+
+from itertools import cycle
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from bitmtp_tvm.artifact import open_artifact
+from bitmtp_tvm.decoder import Decoder
+from bitmtp_tvm.modes import resolve
+from bitmtp_tvm.reference import choose
+from bitmtp_tvm.reference.step import accept, new_state, step_rows
+from bitmtp_tvm.sampling import SamplingOptions
+from bitmtp_tvm.session import Session
+from bitmtp_tvm.step_loop import first_state
+from bitmtp_tvm.step_times import predict
+from bitmtp_tvm.stopping import StopCondition
+from relax_models.state import NEVER, RING, Finish, Layout, Ring, Word
+
+WIDTHS = (1, 4, 9, 16)
+LIMIT = 64
+PROMPTS = [[3], [5, 9], [7, 11, 13, 40, 41, 42, 43, 44, 45, 46, 30, 31, 32]]
+
+
+class Model:
+    """A compiled model; `session` keeps its caches from test to test, as a server's would."""
+
+    def __init__(self, directory, prompts, graph=True):
+        self.artifact = open_artifact(directory)
+        self.session = Session(self.artifact, graph=graph)
+        self.graph = graph
+        self.prompts = prompts
+        self.widths = self.session.widths
+        self.mtp = self.artifact.manifest.config["mtp"]
+        # A block for each outcome of one draft fits the widest bucket.
+        self.masks = min(4, self.mtp["block_size"])
+        self.layers = range(self.artifact.manifest.config["num_hidden_layers"])
+
+    def options(self, mode="ar", **settings):
+        return resolve(self.mtp, self.widths, mode=mode, **settings)
+
+    def state(self, prompt, options, layout, masks, sampling=None, limit=LIMIT, ends=()):
+        """The state of a request after its prefill; see StepLoop for what else goes into it."""
+        sampling = sampling or SamplingOptions()
+        state = first_state(prompt, len(prompt) - 1, limit, ends, options, sampling)
+        words = {Word.LAYOUT: layout, Word.MASKS: masks, Word.MOST_DRAFTS: masks}
+        for word, value in {**words, Word.MOST_CHAIN: 3}.items():
+            state[word] = value
+        return state
+
+    def run(self, prompt, state, widths, seen=None):
+        """Tokens and the last state, one step a chunk in the buckets that `widths` names."""
+        if len(prompt) > 1:
+            self.session.prefill(prompt[:-1], 0)
+        self.session.write(state, seen)
+        tokens = list(prompt)
+        for width in widths:
+            self.session.run(width, 1)
+            state, ring = self.session.read()
+            tokens += [int(ring[Ring.TOKEN, i % RING]) for i in range(len(tokens), state[0])]
+            if state[Word.FINISH]:
+                return tokens, state
+
+    def plain(self, prompt, sampling=None, seen=None):
+        """What plain decoding gives."""
+        state = self.state(prompt, self.options(), Layout.CHAIN, 0, sampling)
+        return self.run(prompt, state, cycle([1]), seen)[0]
+
+    def caches(self, slots):
+        """Keys and values of the first `slots` slots of every layer."""
+        return [self.session.kv(layer)[:, :, :slots] for layer in self.layers]
+
+
+def orders(widths, seed):
+    """Buckets in an arbitrary order that repeats."""
+    return cycle(np.random.default_rng(seed).choice(widths, 37).tolist())
+
+
+def logits_of(session, rows, width):
+    """Logits `(W, V)` of a step's rows, in a single forward without the loop."""
+    asking = np.flatnonzero(rows.logit_rows >= 0)
+    count = int(asking[-1]) + 1
+    bits = rows.visible[:count].view(np.uint8)
+    sees = np.unpackbits(bits, axis=1, bitorder="little")[:, :count].astype(bool)
+    session.decode(
+        rows.tokens[:count],
+        rows.position[:count],
+        int(rows.boundary[0]),
+        sees,
+        np.arange(count),
+    )
+    logits = np.zeros((width, session.vocab_size), np.float32)
+    logits[:count] = session.logits()
+    return logits
+
+
+class LoopProperties:
+    @pytest.mark.parametrize("layout", Layout)
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_speculative_gives_the_tokens_of_ar_in_any_order_of_buckets(
+        self, model, layout, temperature
+    ):
+        sampling = SamplingOptions(temperature=temperature, seed=11)
+        # The thresholds at nothing: random models draft as well, and mostly in vain.
+        options = model.options("speculative", draft_threshold=1e-6)
+        for seed, prompt in enumerate(model.prompts):
+            expected = model.plain(prompt, sampling)
+            state = model.state(prompt, options, layout, model.masks, sampling)
+            tokens, last = model.run(prompt, state, orders(model.widths, seed))
+            assert tokens == expected and len(tokens) == LIMIT
+            assert last[Word.EVALUATED] > 0 and last[Word.FINISH] == Finish.LENGTH
+
+    def test_a_repetition_penalty_sees_what_ar_sees(self, model):
+        sampling = SamplingOptions(repetition_penalty=20.0)
+        options = model.options("speculative", draft_threshold=1e-6)
+        for prompt in model.prompts:
+            seen = np.full(model.session.vocab_size, NEVER, np.int32)
+            for place in reversed(range(len(prompt))):
+                seen[prompt[place]] = place
+            expected = model.plain(prompt, sampling, seen)
+            assert expected != model.plain(prompt)
+            state = model.state(prompt, options, Layout.CHAIN, model.masks, sampling)
+            assert model.run(prompt, state, cycle(model.widths[-2:]), seen)[0] == expected
+
+    @pytest.mark.parametrize("mode", ["speculative", "hybrid", "confidence"])
+    def test_the_cache_is_what_one_plain_forward_writes(self, model, mode):
+        thresholds = {"threshold": 1e-6, "draft_threshold": 1e-6, "min_chain": 3}
+        read = {"speculative": ("draft_threshold",), "confidence": ("threshold",)}
+        names = read.get(mode, thresholds)
+        options = model.options(mode, **{name: thresholds[name] for name in names})
+        for prompt in model.prompts:
+            state = model.state(prompt, options, Layout.CHAIN, model.masks)
+            tokens, last = model.run(prompt, state, cycle(model.widths[-2:]))
+            b = int(last[Word.BOUNDARY])
+            assert b <= len(tokens) - 1
+            found = model.caches(b)
+            model.session.prefill(tokens[:b], 0)
+            for layer, cache in enumerate(model.caches(b)):
+                assert_array_equal(found[layer], cache)
+
+    @pytest.mark.parametrize("mode", ["speculative", "hybrid", "confidence"])
+    @pytest.mark.parametrize("layout", Layout)
+    def test_the_device_decides_as_the_numpy_twin_does(self, model, mode, layout):
+        """The twin steps over the same model: rows from numpy, logits from the artifact."""
+        thresholds = {"threshold": 0.02, "draft_threshold": 0.01, "min_chain": 2}
+        names = {"speculative": ["draft_threshold"], "confidence": ["threshold"]}
+        options = model.options(
+            mode, **{name: thresholds[name] for name in names.get(mode, thresholds)}
+        )
+        prompt, widths = model.prompts[-1], cycle(model.widths[-2:])
+        state = model.state(prompt, options, layout, model.masks)
+        tokens, last = model.run(prompt, state.copy(), cycle(model.widths[-2:]))
+        _, ring = new_state()
+        seen = np.full(model.session.vocab_size, NEVER, np.int32)
+        model.session.prefill(prompt[:-1], 0)
+        while state[Word.FINISH] == Finish.RUNNING:
+            width = next(widths)
+            rows = step_rows(state, width)
+            logits = logits_of(model.session, rows, width)
+            accept(state, ring, seen, *choose(logits, rows.logit_rows, rows.horizon, state, seen))
+        assert tokens[len(prompt) :] == ring[Ring.TOKEN, len(prompt) : LIMIT].tolist()
+        assert_array_equal(last, state)
+
+    def test_steps_after_the_stop_change_nothing(self, model):
+        state = model.state([5, 9], model.options(), Layout.CHAIN, 0, limit=7)
+        model.session.prefill([5], 0)
+        model.session.write(state)
+        model.session.run(4, 8)
+        stopped, ring = model.session.read()
+        assert stopped[Word.LENGTH] == 7 and stopped[Word.FINISH] == Finish.LENGTH
+        assert stopped[Word.FORWARDS] == 5 and stopped[Word.IDLE] == 0
+        cache = model.session.kv(0)[:, :, : stopped[Word.BOUNDARY]]
+        model.session.run(16, 4)
+        again, ring_again = model.session.read()
+        # A chunk begins with a step, whatever the state says.
+        stopped[Word.IDLE] = 1
+        stopped[Word.ROW_PENDING : Word.ROW_BLOCKS + 1] = 0
+        assert_array_equal(again, stopped)
+        assert_array_equal(ring_again, ring)
+        assert_array_equal(model.session.kv(0)[:, :, : stopped[Word.BOUNDARY]], cache)
+
+    def test_a_second_turn_gives_what_a_cold_start_gives(self, model):
+        stop = StopCondition(frozenset(), 12, LIMIT)
+        options = model.options("speculative", draft_threshold=1e-6)
+
+        def answer(decoder, prompt):
+            return list(decoder.generate(prompt, stop, options, SamplingOptions()))
+
+        times = predict(model.artifact.manifest)
+        warm = Decoder(model.session, times)
+        first = answer(warm, model.prompts[-1])
+        second = [*model.prompts[-1], *first, 21, 22]
+        stream = warm.generate(second, stop, options, SamplingOptions())
+        told = list(stream)
+        assert stream.statistics.cached_tokens == len(second) - 3
+        assert told == answer(Decoder(Session(model.artifact), times), second)

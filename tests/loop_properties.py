@@ -172,12 +172,14 @@ class LoopProperties:
         model.session.run(4, 8)
         stopped, ring = model.session.read()
         assert stopped[Word.LENGTH] == 7 and stopped[Word.FINISH] == Finish.LENGTH
-        assert stopped[Word.FORWARDS] == 5 and stopped[Word.IDLE] == 0
+        # The processor leaves out what comes after the stop; a GPU has it enqueued by then.
+        looks = model.artifact.manifest.kind != "cuda"
+        assert stopped[Word.FORWARDS] == 5 and stopped[Word.IDLE] == (0 if looks else 3)
         cache = model.session.kv(0)[:, :, : stopped[Word.BOUNDARY]]
         model.session.run(16, 4)
         again, ring_again = model.session.read()
         # A chunk begins with a step, whatever the state says.
-        stopped[Word.IDLE] = 1
+        stopped[Word.IDLE] += 1 if looks else 4
         stopped[Word.ROW_PENDING : Word.ROW_BLOCKS + 1] = 0
         assert_array_equal(again, stopped)
         assert_array_equal(ring_again, ring)

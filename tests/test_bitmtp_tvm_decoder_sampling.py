@@ -2,10 +2,10 @@ import math
 
 import numpy as np
 import pytest
-from bitmtp_tvm.sampling import SamplingOptions
 from fake_model import FakeModel, hashed, wrong_at
 from following import EXACT, PROMPT, ask, decoder_of, follow, stop
 
+from bitmtp_tvm.sampling import SamplingOptions
 from relax_models.state import Kind
 
 

@@ -253,7 +253,8 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
     from relax_models.models import MODELS
 
     config = plan.checkpoint.config
-    storage = Storage(plan.target.kind, plan.slots, plan.context)
+    on_gpu = plan.target.kind == "cuda"
+    storage = Storage(plan.target.kind, plan.slots, plan.context, shared_attention=on_gpu)
     mod, _ = MODELS[config.architecture](config, storage).export()
     wanted = buckets(plan.target.widths, plan.target.prefill)
     return lower(mod, wanted, tvm_target(plan.target), options.dump, say)

@@ -7,6 +7,7 @@ from typing import Any
 
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.libraries import wheel_file
+from bitmtp_tvm.overlap import overlaps, tag_launches, with_waits
 
 COMPILER = "nvidia-cuda-nvrtc-cu12"
 HEADERS = (
@@ -131,7 +132,8 @@ def register_nvrtc(
     """Make TVM compile CUDA through `compile_cubin`, or `compile_ptx`, for the current target.
 
     Build inside `with target:`. With `verbose` the compiler's log goes to stderr: warnings, and the
-    registers and spills of every kernel. TVM turns an exception of the callback into a
+    registers and spills of every kernel. Kernels of cards that can are launched early
+    (bitmtp_tvm/overlap.py). TVM turns an exception of the callback into a
     `RuntimeError`; the returned object keeps the original.
     """
     # TVM registers its own callback when this module is imported; ours has to come after it.
@@ -145,8 +147,10 @@ def register_nvrtc(
         if target is None or "arch" not in target.attrs:
             raise RuntimeError("no CUDA target is current: build inside `with target:`")
         try:
+            arch = str(target.attrs["arch"])
             compiler = compile_ptx if ptx else compile_cubin
-            code, log = compiler(source, str(target.attrs["arch"]), fast_math)
+            text = with_waits(source) if overlaps(arch) else source
+            code, log = compiler(text, arch, fast_math)
         except BitMTPError as fault:
             state.failure = fault
             raise
@@ -155,6 +159,7 @@ def register_nvrtc(
         return code
 
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", compile_current, override=True)
+    tag_launches()
     return state
 
 

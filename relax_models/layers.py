@@ -8,7 +8,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 
-from relax_models import choose_ops, ops, step_ops
+from relax_models import attention_ops, choose_ops, ops, step_ops
 from relax_models.formats import FORMATS, packed_dtype, packed_shape, padded_k, scales_shape
 
 
@@ -17,12 +17,14 @@ class Storage:
     """What a model is built for beside its config.
 
     kind: "llvm" or "cuda", which decides the weights' layout; slots: KV slots a layer;
-    positions: rows of the RoPE table.
+    positions: rows of the RoPE table; shared_attention: whether decode steps sum up their attention
+    in two kernels, so that many blocks can share a row.
     """
 
     kind: str
     slots: int
     positions: int
+    shared_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,10 @@ class KVCache(nn.Module):
 
     def attend(self, q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
         """Attention of every row over `cache` as `write` gave it: `(width, heads * head_dim)`."""
+        if self.storage.shared_attention and rows.visible is not None:
+            return self._attend_in_parts(q, cache, rows)
         config = self.config
-        func = ops.attention(
+        func = attention_ops.attention(
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
@@ -179,6 +183,20 @@ class KVCache(nn.Module):
         args = [q, cache, rows.boundary] + ([] if rows.visible is None else [rows.visible])
         shape = (q.shape[0], config.num_attention_heads * config.head_dim)
         return call(func, "attention", args, [(shape, "float32")])
+
+    def _attend_in_parts(self, q: Tensor, cache: Tensor, rows: Rows) -> Tensor:
+        config = self.config
+        heads, head_dim = config.num_attention_heads, config.head_dim
+        func = attention_ops.attention_parts(
+            heads, config.num_key_value_heads, head_dim, self.storage.slots
+        )
+        shape = (q.shape[0], heads, attention_ops.CHAINS)
+        out = [(shape, "float32"), (shape, "float32"), ((*shape, head_dim), "float32")]
+        args = [q, cache, rows.boundary, rows.visible]
+        parts = call(func, "attention_parts", args, out)
+        func = attention_ops.attention_join(heads, head_dim)
+        args = [*parts, rows.boundary]
+        return call(func, "attention_join", args, [((q.shape[0], heads * head_dim), "float32")])
 
 
 class Embedding(nn.Module):

@@ -26,20 +26,20 @@ from relax_models.formats import (
     scales_shape,
 )
 
-NEG_INF = -3.0e38
-"""Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
 
-
-def _stamped(tensors: Sequence[te.Tensor], op: str, **settings) -> tirx.PrimFunc:
+def stamped(tensors: Sequence[te.Tensor], op: str, **settings) -> tirx.PrimFunc:
+    """The PrimFunc of a TE computation, inputs first, under the name `op`."""
     return stamp(te.create_prim_func(list(tensors)).without_attr("global_symbol"), op, **settings)
 
 
 def stamp(func: tirx.PrimFunc, op: str, **settings) -> tirx.PrimFunc:
+    """`func` with the attributes that rules know it by."""
     named = {f"bitmtp.{name}": value for name, value in settings.items()}
     return func.with_attr({"bitmtp.op": op, "tirx.noalias": True, **named})
 
 
-def _width() -> tirx.Var:
+def any_width() -> tirx.Var:
+    """The rows of a step, of which the definitions know nothing more."""
     return tirx.Var("width", "int64")
 
 
@@ -49,7 +49,8 @@ def _from_bf16(bits: tirx.Expr) -> tirx.Expr:
     )
 
 
-def _sum(shape: Sequence, extent, body, name: str) -> te.Tensor:
+def sum_over(shape: Sequence, extent, body, name: str) -> te.Tensor:
+    """A tensor of `shape` whose elements are sums of `body(*index, k)` over k below `extent`."""
     axis = te.reduce_axis((0, extent), "k")
     return te.compute(shape, lambda *i: te.sum(body(*i, axis), axis=axis), name)
 
@@ -60,18 +61,18 @@ def embed(vocab_size: int, hidden_size: int) -> tirx.PrimFunc:
     tokens `(width,)` int32, table `(vocab_size, hidden_size)` uint16 (bfloat16 bits) ->
     hidden `(width, hidden_size)` float32.
     """
-    width = _width()
+    width = any_width()
     tokens = te.placeholder((width,), "int32", "tokens")
     table = te.placeholder((vocab_size, hidden_size), "uint16", "table")
     hidden = te.compute(
         (width, hidden_size), lambda i, k: _from_bf16(table[tokens[i], k]), "hidden"
     )
-    return _stamped([tokens, table, hidden], "embed")
+    return stamped([tokens, table, hidden], "embed")
 
 
 def _rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
     rows, size = x.shape
-    square = _sum((rows,), size, lambda i, k: x[i, k] * x[i, k], "square")
+    square = sum_over((rows,), size, lambda i, k: x[i, k] * x[i, k], "square")
     mean = te.compute((rows,), lambda i: square[i] / tirx.const(int(size), "float32"), "mean")
     return te.compute(
         (rows, size),
@@ -127,8 +128,8 @@ def quantize(size: int, group: int) -> tirx.PrimFunc:
     int32 (sum of the group's q).
     q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
     """
-    x = te.placeholder((_width(), size), "float32", "x")
-    return _stamped([x, *_quantize(x, group)], "quantize", group=group)
+    x = te.placeholder((any_width(), size), "float32", "x")
+    return stamped([x, *_quantize(x, group)], "quantize", group=group)
 
 
 def norm_quantize(size: int, eps: float, group: int = 0) -> tirx.PrimFunc:
@@ -139,10 +140,10 @@ def norm_quantize(size: int, eps: float, group: int = 0) -> tirx.PrimFunc:
     int32 (sum of q); with `group` scale and total are those of `quantize`.
     q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
     """
-    x = te.placeholder((_width(), size), "float32", "x")
+    x = te.placeholder((any_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
     results = _quantize(_rms_norm(x, weight, eps), group)
-    return _stamped([x, weight, *results], "norm_quantize", eps=eps, group=group)
+    return stamped([x, weight, *results], "norm_quantize", eps=eps, group=group)
 
 
 def _gated(gate_up: te.Tensor, size: int, activation: str) -> te.Tensor:
@@ -167,10 +168,10 @@ def gated_norm_quantize(size: int, eps: float, activation: str = "relu2") -> tir
     gate_up `(width, 2 * size)` float32 (gate, then up), weight `(size,)` float32 -> q, scale, total
     as `norm_quantize` gives them. float32 throughout: the square overflows float16.
     """
-    gate_up = te.placeholder((_width(), 2 * size), "float32", "gate_up")
+    gate_up = te.placeholder((any_width(), 2 * size), "float32", "gate_up")
     weight = te.placeholder((size,), "float32", "weight")
     results = _quantize(_rms_norm(_gated(gate_up, size, activation), weight, eps))
-    return _stamped(
+    return stamped(
         [gate_up, weight, *results], "gated_norm_quantize", eps=eps, activation=activation
     )
 
@@ -180,9 +181,9 @@ def gated_quantize(size: int, group: int) -> tirx.PrimFunc:
 
     gate_up `(width, 2 * size)` float32 (gate, then up) -> q, scale, total as `quantize` gives them.
     """
-    gate_up = te.placeholder((_width(), 2 * size), "float32", "gate_up")
+    gate_up = te.placeholder((any_width(), 2 * size), "float32", "gate_up")
     results = _quantize(_gated(gate_up, size, "silu"), group)
-    return _stamped([gate_up, *results], "gated_quantize", group=group)
+    return stamped([gate_up, *results], "gated_quantize", group=group)
 
 
 def qk_norm(num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> tirx.PrimFunc:
@@ -193,11 +194,11 @@ def qk_norm(num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> tir
     """
     first_v = num_heads + num_kv_heads
     heads = first_v + num_kv_heads
-    width = _width()
+    width = any_width()
     qkv = te.placeholder((width, heads * head_dim), "float32", "qkv")
     q_norm = te.placeholder((head_dim,), "float32", "q_norm")
     k_norm = te.placeholder((head_dim,), "float32", "k_norm")
-    square = _sum(
+    square = sum_over(
         (width, first_v),
         head_dim,
         lambda i, h, d: qkv[i, h * head_dim + d] * qkv[i, h * head_dim + d],
@@ -212,7 +213,7 @@ def qk_norm(num_heads: int, num_kv_heads: int, head_dim: int, eps: float) -> tir
         return tirx.if_then_else(h < first_v, value, qkv[i, c])
 
     out = te.compute(qkv.shape, normed, "normed")
-    return _stamped(
+    return stamped(
         [qkv, q_norm, k_norm, out],
         "qk_norm",
         eps=eps,
@@ -238,7 +239,7 @@ def low_bit_linear(
     groups it is float16 in the layout's `scales_shape`:
     y = Σ_g v_g · (scale_g · weight_scale_g) [+ residual].
     """
-    rows, width = sum(segments), _width()
+    rows, width = sum(segments), any_width()
     form, padded = FORMATS[format_name], padded_k(size)
     shape = (width, padded // form.group) if form.group else (width,)
     q = te.placeholder((width, padded), "int8", "q")
@@ -252,7 +253,7 @@ def low_bit_linear(
         dot = _group_dots(q, scale, total, weight, weight_scale, kind, form, rows)
     else:
         weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
-        exact = _sum((width, rows), padded, _products(q, weight, kind, form.bits), "exact")
+        exact = sum_over((width, rows), padded, _products(q, weight, kind, form.bits), "exact")
         dot = te.compute(
             (width, rows),
             lambda i, n: (
@@ -263,7 +264,7 @@ def low_bit_linear(
         )
     added = [te.placeholder((width, rows), "float32", "residual")] if residual else []
     y = te.compute((width, rows), lambda i, n: sum((t[i, n] for t in added), dot[i, n]), "y")
-    return _stamped(
+    return stamped(
         [q, scale, total, weight, weight_scale, *added, y],
         "low_bit_linear",
         format=format_name,
@@ -287,7 +288,7 @@ def _group_dots(q, scale, total, weight, weight_scale, kind, form, rows) -> te.T
     """Σ_g v_g · (scale_g · weight_scale_g): `(width, rows)` float32."""
     width, groups = scale.shape
     product = _products(q, weight, kind, form.bits)
-    exact = _sum(
+    exact = sum_over(
         (width, rows, groups),
         K_BLOCK,
         lambda i, n, g, k: product(i, n, g * K_BLOCK + k),
@@ -299,7 +300,7 @@ def _group_dots(q, scale, total, weight, weight_scale, kind, form, rows) -> te.T
         value = (doubled * exact[i, n, g] - total[i, g]).astype("float32")
         return value * (scale[i, g] * weight_scale[n // tile, g, n % tile].astype("float32"))
 
-    return _sum((width, rows), groups, term, "dot")
+    return sum_over((width, rows), groups, term, "dot")
 
 
 def low_bit_embed(vocab_size: int, hidden_size: int, kind: str, format_name: str) -> tirx.PrimFunc:
@@ -308,7 +309,7 @@ def low_bit_embed(vocab_size: int, hidden_size: int, kind: str, format_name: str
     tokens `(width,)` int32, weight packed `(vocab_size, hidden_size)`, weight_scale float16 as
     `low_bit_linear` takes them -> hidden `(width, hidden_size)` float32 = weight · weight_scale.
     """
-    form, width = FORMATS[format_name], _width()
+    form, width = FORMATS[format_name], any_width()
     tile = row_tile(kind, form.bits)
     tokens = te.placeholder((width,), "int32", "tokens")
     shape = packed_shape(kind, vocab_size, hidden_size, form.bits)
@@ -325,7 +326,7 @@ def low_bit_embed(vocab_size: int, hidden_size: int, kind: str, format_name: str
         )
 
     hidden = te.compute((width, hidden_size), value, "hidden")
-    return _stamped([tokens, weight, weight_scale, hidden], "low_bit_embed", format=format_name)
+    return stamped([tokens, weight, weight_scale, hidden], "low_bit_embed", format=format_name)
 
 
 def segment_of(n: tirx.Expr, segments: Sequence[int]) -> tirx.Expr:
@@ -399,74 +400,13 @@ def rope_kv_write(
     return stamp(func, "rope_kv_write")
 
 
-def attention(
-    num_heads: int, num_kv_heads: int, head_dim: int, slots: int, causal: bool
-) -> tirx.PrimFunc:
-    """Grouped-query attention of the rows of one step over the shared cache.
-
-    q `(width, num_heads, head_dim)` float32, cache `(2, num_kv_heads, slots, head_dim)` float16,
-    boundary `(1,)` int32, and unless `causal` visible `(width, 2)` uint32 ->
-    `(width, num_heads * head_dim)` float32. Row i sees the slots below boundary, and slot
-    boundary + j of this step where bit j % 32 of visible[i, j / 32] is set; a causal step (prefill)
-    sees j <= i. Every row must see itself. Slots from boundary + width on are never read.
-    """
-    width = _width()
-    group = num_heads // num_kv_heads
-    q = te.placeholder((width, num_heads, head_dim), "float32", "q")
-    cache = te.placeholder((2, num_kv_heads, slots, head_dim), "float16", "cache")
-    boundary = te.placeholder((1,), "int32", "boundary")
-    visible = te.placeholder((width, 2), "uint32", "visible")
-
-    def sees(i, t):
-        j = t - boundary[0].astype("int64")
-        if causal:
-            return j <= i
-        word = visible[i, tirx.min(tirx.max(j, tirx.const(0, "int64")), width - 1) // 32]
-        bit = (word >> (j % 32).astype("uint32")) & tirx.const(1, "uint32")
-        return tirx.any(j < 0, tirx.all(j < width, bit == tirx.const(1, "uint32")))
-
-    axis = te.reduce_axis((0, head_dim), "d")
-    dot = te.compute(
-        (width, num_heads, slots),
-        lambda i, h, t: te.sum(
-            q[i, h, axis] * cache[0, h // group, t, axis].astype("float32"), axis=axis
-        ),
-        "dot",
-    )
-    factor = tirx.const(head_dim**-0.5, "float32")
-    score = te.compute(
-        dot.shape,
-        lambda i, h, t: tirx.if_then_else(
-            sees(i, t), dot[i, h, t] * factor, tirx.const(NEG_INF, "float32")
-        ),
-        "score",
-    )
-    slot = te.reduce_axis((0, slots), "t")
-    top = te.compute((width, num_heads), lambda i, h: te.max(score[i, h, slot], axis=slot), "top")
-    weight = te.compute(dot.shape, lambda i, h, t: tirx.exp(score[i, h, t] - top[i, h]), "weight")
-    norm = _sum((width, num_heads), slots, lambda i, h, t: weight[i, h, t], "norm")
-    mixed = _sum(
-        (width, num_heads, head_dim),
-        slots,
-        lambda i, h, d, t: weight[i, h, t] * cache[1, h // group, t, d].astype("float32"),
-        "mixed",
-    )
-    out = te.compute(
-        (width, num_heads * head_dim),
-        lambda i, c: mixed[i, c // head_dim, c % head_dim] / norm[i, c // head_dim],
-        "out",
-    )
-    inputs = [q, cache, boundary] if causal else [q, cache, boundary, visible]
-    return _stamped([*inputs, out], "attention", causal=causal)
-
-
 def final_norm(size: int, eps: float) -> tirx.PrimFunc:
     """RMSNorm of the rows that ask for logits.
 
     x `(width, size)` float32, weight `(size,)` float32, logit_rows `(rows,)` int32 ->
     `(rows, size)` float32. An entry below 0 asks for nothing and gives zeros.
     """
-    x = te.placeholder((_width(), size), "float32", "x")
+    x = te.placeholder((any_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
     rows = tirx.Var("rows", "int64")
     logit_rows = te.placeholder((rows,), "int32", "logit_rows")
@@ -478,7 +418,7 @@ def final_norm(size: int, eps: float) -> tirx.PrimFunc:
         "picked",
     )
     normed = _rms_norm(picked, weight, eps)
-    return _stamped([x, weight, logit_rows, normed], "final_norm", eps=eps)
+    return stamped([x, weight, logit_rows, normed], "final_norm", eps=eps)
 
 
 def head(vocab_size: int, size: int) -> tirx.PrimFunc:
@@ -492,13 +432,15 @@ def head(vocab_size: int, size: int) -> tirx.PrimFunc:
     x = te.placeholder((rows, size), "float32", "x")
     table = te.placeholder((vocab_size, size), "uint16", "table")
     logit_rows = te.placeholder((rows,), "int32", "logit_rows")
-    dot = _sum((rows, vocab_size), size, lambda i, v, k: x[i, k] * _from_bf16(table[v, k]), "dot")
+    dot = sum_over(
+        (rows, vocab_size), size, lambda i, v, k: x[i, k] * _from_bf16(table[v, k]), "dot"
+    )
     logits = te.compute(
         dot.shape,
         lambda i, v: tirx.if_then_else(logit_rows[i] >= 0, dot[i, v], tirx.const(0, "float32")),
         "logits",
     )
-    return _stamped([x, table, logit_rows, logits], "head")
+    return stamped([x, table, logit_rows, logits], "head")
 
 
 def is_nan(x: tirx.Expr) -> tirx.Expr:

@@ -30,7 +30,7 @@ LINEARS = [
     ((100, 30, 7), 200, True),
     ((8704,), 640, False),
 ]
-LINEAR_WIDTHS = (1, 3, 8, 16, 64, 130)
+LINEAR_WIDTHS = (1, 3, 4, 8, 16, 32, 64, 130)
 NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
 NORM_WIDTHS = (1, 9)
 GROUP = 128
@@ -47,8 +47,8 @@ GROUP_LINEARS = [
 GROUP_WIDTHS = (1, 2, 3, 8, 64, 130)
 GROUP_SIZES = (512, 1412, 2560, 9728)
 # Vocabulary, size.
-HEADS = [(8192, 512), (1001, 2560), (67, 77)]
-HEAD_ROWS = (1, 3, 8, 16, 64)
+HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
+HEAD_ROWS = (1, 3, 8, 16, 25, 64)
 VOCABULARIES = (8192, 128256, 1001)
 # Heads, key/value heads, head size.
 ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
@@ -126,6 +126,10 @@ def all_kernels() -> Iterator[Kernel]:
             yield kernel("rope_kv_write", *shape, POSITIONS, SLOTS, width=width)
         for width in MASKED_WIDTHS:
             yield attention(*shape, False, width)
+        # And 8 rows for the equality of a row's bits.
+        for width in sorted({*MASKED_WIDTHS, 8}):
+            yield kernel("attention_parts", *shape, SLOTS, width=width)
+            yield kernel("attention_join", shape[0], shape[2], width=width)
         for width in CAUSAL_WIDTHS:
             yield attention(*shape, True, width)
 
@@ -160,9 +164,11 @@ def target_for(arch: str) -> Target:
 def definition(item: Kernel) -> Any:
     """The PrimFunc of a kernel as `relax_models` defines it, at the kernel's dimensions."""
     from bitmtp_tvm.specialize import bind_dims
-    from relax_models import choose_ops, ops, step_ops
+    from relax_models import attention_ops, choose_ops, ops, step_ops
 
-    module = next(module for module in (ops, choose_ops, step_ops) if hasattr(module, item.op))
+    module = next(
+        module for module in (ops, attention_ops, choose_ops, step_ops) if hasattr(module, item.op)
+    )
     return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
 
 

@@ -70,6 +70,19 @@ class Model:
         state = self.state(prompt, self.options(), Layout.CHAIN, 0, sampling)
         return self.run(prompt, state, cycle([1]), seen)[0]
 
+    @property
+    def prefill_tolerance(self):
+        """Mean difference of keys and values from those of decode steps, as a share of their mean
+        size. On a GPU prefill sums up attention in another tree, and int8 rounding flips."""
+        return 0.02 if self.artifact.manifest.kind == "cuda" else 0.0
+
+    def forward(self, tokens):
+        """One causal forward over `tokens` from slot 0 on, in decode steps of the widest bucket."""
+        most = self.widths[-1]
+        for start in range(0, len(tokens), most):
+            rows = tokens[start : start + most]
+            self.session.decode(rows, range(start, start + len(rows)), start, None, [0])
+
     def caches(self, slots):
         """Keys and values of the first `slots` slots of every layer."""
         return [self.session.kv(layer)[:, :, :slots] for layer in self.layers]
@@ -138,9 +151,12 @@ class LoopProperties:
             b = int(last[Word.BOUNDARY])
             assert b <= len(tokens) - 1
             found = model.caches(b)
+            model.forward(tokens[:b])
+            assert_array_equal(found, model.caches(b))
             model.session.prefill(tokens[:b], 0)
-            for layer, cache in enumerate(model.caches(b)):
-                assert_array_equal(found[layer], cache)
+            for decoded, filled in zip(found, model.caches(b), strict=True):
+                apart = np.abs(decoded.astype(np.float32) - filled)
+                assert apart.mean() <= model.prefill_tolerance * np.abs(decoded).mean()
 
     @pytest.mark.parametrize("mode", ["speculative", "hybrid", "confidence"])
     @pytest.mark.parametrize("layout", Layout)

@@ -3,8 +3,9 @@
 import tvm
 from tvm import tirx
 
-from schedules.gpu import low_bit_gemv, low_bit_group_gemv
+from schedules.gpu import low_bit_gemv, low_bit_group_gemv, low_bit_group_mma, low_bit_mma
 from schedules.gpu.attention import attention
+from schedules.gpu.attention_parts import attention_join, attention_parts
 from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed, rope_kv_write
 from schedules.gpu.head import greedy, head
@@ -19,14 +20,18 @@ from schedules.workload import Workload
 def low_bit_linear(
     func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
 ) -> tirx.PrimFunc | None:
-    """The rule of the format: one scale a matrix, or one a group."""
-    rule = low_bit_gemv.low_bit_linear(func, work, target)
-    return rule or low_bit_group_gemv.low_bit_linear(func, work, target)
+    """The rule of the format and the width: one scale a matrix, or one a group."""
+    for rule in (low_bit_mma, low_bit_gemv, low_bit_group_mma, low_bit_group_gemv):
+        if made := rule.low_bit_linear(func, work, target):
+            return made
+    return None
 
 
 RULES = {
     "accept": accept,
     "attention": attention,
+    "attention_join": attention_join,
+    "attention_parts": attention_parts,
     "choose": choose,
     "embed": embed,
     "final_norm": final_norm,

@@ -15,7 +15,6 @@ from tvm.script import tirx as T
 from schedules.gpu.attention_warp import (
     MASK_WORDS,
     NEG_INF,
-    WARPS,
     AttentionTile,
     Plan,
     exp,
@@ -31,6 +30,8 @@ from schedules.gpu.thread import (
 )
 from schedules.workload import Workload
 
+# Chains of a row's sums, one a warp: part of the tree.
+WARPS = 8
 THREADS = WARPS * WARP
 MAX_VISIBLE = 32 * MASK_WORDS
 # Counts in between make the compiler spill a register or two for the sake of occupancy.
@@ -49,6 +50,11 @@ def choose_tile(width: int, group: int, kv_heads: int, head_dim: int) -> Attenti
         raise ValueError(f"a head of {head_dim} elements is too long for the shared memory")
     fitting = min(width * group * kv_heads // ENOUGH_BLOCKS, STATIC_SHARED_BYTES // shared)
     pairs = next((pairs for pairs in PAIRS if pairs <= fitting), 1)
+    return tile_for(pairs, head_dim)
+
+
+def tile_for(pairs: int, head_dim: int) -> AttentionTile:
+    """The tile of a block that serves so many pairs."""
     key = vector_width(head_dim, 8)
     keys_ahead = vector_width(head_dim // key, 16 if pairs <= 2 else 4)
     value = next((v for v in (2, 4) if head_dim % v == 0 and head_dim <= v * WARP), 0)
@@ -66,10 +72,10 @@ def attention(
         raise ValueError(f"masks speak of {MAX_VISIBLE} rows at most, and this step has {width}")
     group = heads // kv_heads
     tile = choose_tile(width, group, kv_heads, head_dim)
-    return _template(work, Plan(width, group, head_dim, work.settings["causal"], tile))
+    return _template(work, Plan(width, group, head_dim, work.settings["causal"], tile, WARPS))
 
 
-def _fetch(plan: Plan):
+def fetch_block(plan: Plan, threads: int):
     """A macro that brings a block's masks and queries into shared memory."""
     pairs, head_dim = plan.tile.pairs, plan.head_dim
 
@@ -83,12 +89,12 @@ def _fetch(plan: Plan):
 
     @T.macro
     def fetch_queries(q, queries, kv, first, thread):
-        for turn in T.unroll(ceil_div(pairs * head_dim, THREADS)):
-            if turn * THREADS + thread < pairs * head_dim:
-                queries[turn * THREADS + thread] = q[
-                    plan.row_of(first, (turn * THREADS + thread) // head_dim),
-                    plan.head_of(kv, first, (turn * THREADS + thread) // head_dim),
-                    (turn * THREADS + thread) % head_dim,
+        for turn in T.unroll(ceil_div(pairs * head_dim, threads)):
+            if turn * threads + thread < pairs * head_dim:
+                queries[turn * threads + thread] = q[
+                    plan.row_of(first, (turn * threads + thread) // head_dim),
+                    plan.head_of(kv, first, (turn * threads + thread) // head_dim),
+                    (turn * threads + thread) % head_dim,
                 ]
 
     @T.macro
@@ -124,9 +130,25 @@ def _join(plan: Plan):
     return join
 
 
+def _keep(plan: Plan):
+    """Macros that leave what a warp found in shared memory, pair by pair and warp by warp."""
+    head_dim = plan.head_dim
+
+    @T.macro
+    def keep(tops, norms, kv, first, i, warp, top, norm):
+        tops[i * WARPS + warp] = top
+        norms[i * WARPS + warp] = norm
+
+    @T.macro
+    def keep_element(mixed, kv, first, i, warp, d, value):
+        mixed[(i * WARPS + warp) * head_dim + d] = value
+
+    return keep, keep_element
+
+
 def _block(plan: Plan):
     pairs, head_dim = plan.tile.pairs, plan.head_dim
-    fetch, one_warp, join = _fetch(plan), warp_pass(plan), _join(plan)
+    fetch, one_warp, join = fetch_block(plan, THREADS), warp_pass(plan, *_keep(plan)), _join(plan)
 
     @T.macro
     def one_block(q, cache, boundary, visible, out, kv, first, thread):

@@ -19,8 +19,6 @@ from schedules.gpu.thread import (
     warp_sum,
 )
 
-# Part of the tree of the sums: the same for every width.
-WARPS = 8
 TILE = WARP
 
 NEG_INF = -3.0e38
@@ -62,6 +60,8 @@ class Plan:
     head_dim: int
     causal: bool
     tile: AttentionTile
+    # Tile t belongs to chain t mod `chains`: part of the tree, the same for every width.
+    chains: int
 
     @property
     def pairs(self) -> int:
@@ -206,10 +206,13 @@ def _one_tile(plan: Plan):
     return one_tile
 
 
-def warp_pass(plan: Plan):
-    """A macro that takes a warp through its tiles and leaves maximum, norm and sum of each pair in
-    shared memory: tops, norms `(pairs, WARPS)`, mixed `(pairs, WARPS, head_dim)`, all flat."""
-    tile, head_dim = plan.tile, plan.head_dim
+def warp_pass(plan: Plan, keep, keep_element):
+    """A macro that takes a warp through the tiles of one chain.
+
+    At the end the macro `keep(tops, norms, kv, first, i, chain, top, norm)` stores maximum and norm
+    of pair i, and `keep_element(mixed, kv, first, i, chain, d, value)` an element of its sum.
+    """
+    tile, head_dim, chains = plan.tile, plan.head_dim, plan.chains
     pairs, value, held = tile.pairs, tile.value, tile.held
     one_tile = _one_tile(plan)
 
@@ -222,13 +225,13 @@ def warp_pass(plan: Plan):
             acc[i] = T.float32(0)
 
     @T.macro
-    def one_warp(cache, masks, queries, tops, norms, mixed, kv, first, boundary, warp, lane):
+    def one_warp(cache, masks, queries, tops, norms, mixed, kv, first, boundary, chain, lane):
         top = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
         norm = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
         acc = T.sblock_alloc_buffer((pairs * held,), "float32", scope="local")
         start(top, norm, acc)
-        for turn in range((plan.end(boundary, first) + TILE - 1) // TILE // WARPS + 1):
-            if (turn * WARPS + warp) * TILE < plan.end(boundary, first):
+        for turn in range((plan.end(boundary, first) + TILE - 1) // TILE // chains + 1):
+            if (turn * chains + chain) * TILE < plan.end(boundary, first):
                 one_tile(
                     cache,
                     queries,
@@ -239,20 +242,25 @@ def warp_pass(plan: Plan):
                     kv,
                     first,
                     boundary,
-                    (turn * WARPS + warp) * TILE,
+                    (turn * chains + chain) * TILE,
                     boundary + plan.width - 1,
                     lane,
                 )
         for i in T.unroll(pairs):
             warp_sum(norm, i, WARP)
             if lane == 0:
-                tops[i * WARPS + warp] = top[i]
-                norms[i * WARPS + warp] = norm[i]
+                keep(tops, norms, kv, first, i, chain, top[i], norm[i])
             for turn in T.unroll(tile.value_turns):
                 if (turn * WARP + lane) * value < head_dim:
                     for j in T.unroll(value):
-                        mixed[(i * WARPS + warp) * head_dim + (turn * WARP + lane) * value + j] = (
-                            acc[i * held + turn * value + j]
+                        keep_element(
+                            mixed,
+                            kv,
+                            first,
+                            i,
+                            chain,
+                            (turn * WARP + lane) * value + j,
+                            acc[i * held + turn * value + j],
                         )
 
     return one_warp

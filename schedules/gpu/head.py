@@ -1,7 +1,9 @@
 """Logits and their greedy token on cuda.
 
-A warp holds four rows of the table for up to eight activation rows; its lanes split the row. The
-tree of a dot product, lane by lane and then a butterfly, depends on the row's size alone.
+Where the tensor cores can read the table, which hangs on the row's size alone, they make the logits
+(schedules/gpu/head_mma.py). Elsewhere a warp holds four rows of the table for up to eight
+activation rows; its lanes split the row. The tree of a dot product, lane by lane and then a
+butterfly, depends on the row's size alone as well.
 """
 
 from dataclasses import dataclass
@@ -10,6 +12,8 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.head_mma import choose_tile as choose_mma
+from schedules.gpu.head_mma import mma_head, serves
 from schedules.gpu.thread import (
     MAX_THREADS,
     WARP,
@@ -47,6 +51,8 @@ def choose_tile(rows: int, size: int) -> HeadTile:
 
 def head(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
     """See `relax_models.ops.head`."""
+    if serves(work.shapes[0][1]):
+        return mma_head(work, choose_mma(work.width))
     return _head_template(work, choose_tile(work.width, work.shapes[0][1]))
 
 

@@ -12,7 +12,17 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.gpu.thread import WARP, ceil_div, dp4a, mul, span, warp_sum
+from schedules.gpu.thread import (
+    WARP,
+    ceil_div,
+    dp4a,
+    let_others_start,
+    mul,
+    overlaps,
+    span,
+    wait_for_others,
+    warp_sum,
+)
 from schedules.gpu.thread import add as rounded_sum
 from schedules.workload import Workload, segment_scale
 
@@ -59,10 +69,11 @@ def low_bit_linear(
     if work.settings["format"] != "bitnet-ternary":
         return None
     tiles, blocks = work.shapes[3][:2]
-    return _template(work, choose_tile(work.width, tiles, blocks))
+    return _template(work, choose_tile(work.width, tiles, blocks), overlaps(target))
 
 
-def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
+def _template(work: Workload, tile: LinearTile, early: bool) -> tirx.PrimFunc:
+    """With `early`, the first weights are on their way before the kernel waits for others."""
     width, columns = work.shapes[-1]
     padded = work.shapes[0][1]
     weight_shape = work.shapes[3]
@@ -130,8 +141,12 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
         acc = T.sblock_alloc_buffer((sums,), "int32", scope="local")
         for i in T.unroll(sums):
             acc[i] = 0
+        load(weight, words, first_tile, warp, lane, 0)
+        if early:
+            wait_for_others()
         for turn in range(rounds):
-            load(weight, words, first_tile, warp, lane, turn)
+            if turn > 0:
+                load(weight, words, first_tile, warp, lane, turn)
             for i in T.unroll(ahead):
                 multiply(
                     q,
@@ -165,6 +180,8 @@ def _template(work: Workload, tile: LinearTile) -> tirx.PrimFunc:
     @T.macro
     def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
         partial = T.sblock_alloc_buffer((warps * outputs,), "int32", scope="shared")
+        if early:
+            let_others_start()
         accumulate(q, weight, partial, first_tile, token, thread // WARP, thread % WARP)
         T.tvm_storage_sync("shared")
         # Sum number at // 8 is that of `accumulate`: eight rows of one activation row.

@@ -16,6 +16,28 @@ STATIC_SHARED_BYTES = 48 * 1024
 _EVERY_LANE = 0xFFFFFFFF
 
 
+def overlaps(target) -> bool:
+    """Whether kernels for this target start while the one before still runs (sm_90 and later).
+
+    Such a kernel waits by itself before it reads what another wrote (`wait_for_others`), or is made
+    to wait first of all.
+    """
+    digits = "".join(c for c in str(target.attrs["arch"]) if c.isdigit())
+    return int(digits) >= 90
+
+
+@T.macro
+def let_others_start():
+    """Allow the next kernel to start; it waits for this one."""
+    T.ptx.griddepcontrol.launch_dependents()
+
+
+@T.macro
+def wait_for_others():
+    """Wait for the kernel before this one to end. Only what no kernel writes is read earlier."""
+    T.ptx.griddepcontrol.wait()
+
+
 def ceil_div(a: int, b: int) -> int:
     """a / b rounded up."""
     return -(-a // b)

@@ -12,6 +12,7 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.linear import linear_kernel
 from schedules.gpu.thread import (
     WARP,
     ceil_div,
@@ -75,13 +76,10 @@ def low_bit_linear(
 def _template(work: Workload, tile: LinearTile, early: bool) -> tirx.PrimFunc:
     """With `early`, the first weights are on their way before the kernel waits for others."""
     width, columns = work.shapes[-1]
-    padded = work.shapes[0][1]
-    weight_shape = work.shapes[3]
-    tiles, blocks = weight_shape[:2]
+    tiles, blocks = work.shapes[3][:2]
     segments = work.settings["segments"]
     tokens, row_tiles, warps, ahead = tile.tokens, tile.row_tiles, tile.warps, tile.ahead
-    groups = ceil_div(width, tokens)
-    grid, threads = ceil_div(tiles, row_tiles) * groups, warps * WARP
+    threads = warps * WARP
     rounds = ceil_div(blocks, warps * ahead)
     sums = row_tiles * tokens * 2
     outputs = row_tiles * tokens * TILE
@@ -198,70 +196,4 @@ def _template(work: Workload, tile: LinearTile, early: bool) -> tirx.PrimFunc:
                 first_tile * TILE + (turn * threads + thread) // (8 * tokens) * 8 + thread % 8,
             )
 
-    # Neighbouring blocks share their weights, so that these come from memory once.
-    def first_tile_of(block):
-        return block // groups * row_tiles
-
-    def first_token_of(block):
-        return block % groups * tokens
-
-    if work.settings["residual"]:
-
-        @T.prim_func(private=True, s_tir=True)
-        def added(
-            q: T.Buffer((width, padded), "int8"),
-            scale: T.Buffer((width,), "float32"),
-            total: T.Buffer((width,), "int32"),
-            weight: T.Buffer(weight_shape, "uint32"),
-            weight_scale: T.Buffer((len(segments),), "float32"),
-            residual: T.Buffer((width, columns), "float32"),
-            y: T.Buffer((width, columns), "float32"),
-        ):
-            for bx in T.thread_binding(grid, thread="blockIdx.x"):
-                for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                    with T.sblock("linear"):
-                        block = T.axis.spatial(grid, bx)
-                        thread = T.axis.spatial(threads, tx)
-                        one_block(
-                            q,
-                            scale,
-                            total,
-                            weight,
-                            weight_scale,
-                            residual,
-                            y,
-                            first_tile_of(block),
-                            first_token_of(block),
-                            thread,
-                        )
-
-        return added
-
-    @T.prim_func(private=True, s_tir=True)
-    def plain(
-        q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width,), "float32"),
-        total: T.Buffer((width,), "int32"),
-        weight: T.Buffer(weight_shape, "uint32"),
-        weight_scale: T.Buffer((len(segments),), "float32"),
-        y: T.Buffer((width, columns), "float32"),
-    ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("linear"):
-                    block = T.axis.spatial(grid, bx)
-                    thread = T.axis.spatial(threads, tx)
-                    one_block(
-                        q,
-                        scale,
-                        total,
-                        weight,
-                        weight_scale,
-                        None,
-                        y,
-                        first_tile_of(block),
-                        first_token_of(block),
-                        thread,
-                    )
-
-    return plain
+    return linear_kernel(work, threads, row_tiles, tokens, one_block)

@@ -17,6 +17,7 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.linear import linear_kernel
 from schedules.gpu.low_bit_group_warp import GroupTile, accumulator
 from schedules.gpu.packed import GROUP_PACKINGS, Packing
 from schedules.gpu.thread import WARP, add, ceil_div, warp_sum
@@ -67,12 +68,9 @@ def low_bit_linear(
 
 def _template(work: Workload, packing: Packing, tile: GroupTile) -> tirx.PrimFunc:
     width, columns = work.shapes[-1]
-    padded = work.shapes[0][1]
-    weight_shape, scales_shape = work.shapes[3:5]
-    tiles, groups = weight_shape[:2]
+    tiles, groups = work.shapes[3][:2]
     tokens, row_tiles, warps = tile.tokens, tile.row_tiles, tile.warps
-    parts, threads = ceil_div(width, tokens), warps * WARP
-    grid = ceil_div(tiles, row_tiles) * parts
+    threads = warps * WARP
     sums = row_tiles * packing.rows * tokens
     accumulate = accumulator(packing, tile, (width, tiles, groups))
 
@@ -123,70 +121,4 @@ def _template(work: Workload, packing: Packing, tile: GroupTile) -> tirx.PrimFun
                 + thread % 8,
             )
 
-    # Neighbouring blocks share their weights, so that these come from memory once.
-    def first_tile_of(block):
-        return block // parts * row_tiles
-
-    def first_token_of(block):
-        return block % parts * tokens
-
-    if work.settings["residual"]:
-
-        @T.prim_func(private=True, s_tir=True)
-        def added(
-            q: T.Buffer((width, padded), "int8"),
-            scale: T.Buffer((width, groups), "float32"),
-            total: T.Buffer((width, groups), "int32"),
-            weight: T.Buffer(weight_shape, "uint32"),
-            weight_scale: T.Buffer(scales_shape, "float16"),
-            residual: T.Buffer((width, columns), "float32"),
-            y: T.Buffer((width, columns), "float32"),
-        ):
-            for bx in T.thread_binding(grid, thread="blockIdx.x"):
-                for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                    with T.sblock("linear"):
-                        block = T.axis.spatial(grid, bx)
-                        thread = T.axis.spatial(threads, tx)
-                        one_block(
-                            q,
-                            scale,
-                            total,
-                            weight,
-                            weight_scale,
-                            residual,
-                            y,
-                            first_tile_of(block),
-                            first_token_of(block),
-                            thread,
-                        )
-
-        return added
-
-    @T.prim_func(private=True, s_tir=True)
-    def plain(
-        q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width, groups), "float32"),
-        total: T.Buffer((width, groups), "int32"),
-        weight: T.Buffer(weight_shape, "uint32"),
-        weight_scale: T.Buffer(scales_shape, "float16"),
-        y: T.Buffer((width, columns), "float32"),
-    ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("linear"):
-                    block = T.axis.spatial(grid, bx)
-                    thread = T.axis.spatial(threads, tx)
-                    one_block(
-                        q,
-                        scale,
-                        total,
-                        weight,
-                        weight_scale,
-                        None,
-                        y,
-                        first_tile_of(block),
-                        first_token_of(block),
-                        thread,
-                    )
-
-    return plain
+    return linear_kernel(work, threads, row_tiles, tokens, one_block)

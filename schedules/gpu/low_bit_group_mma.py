@@ -10,6 +10,7 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.linear import linear_kernel
 from schedules.gpu.low_bit_group_gemv import MANY_BLOCKS, warps_for
 from schedules.gpu.low_bit_group_mma_warp import (
     OUTPUTS,
@@ -62,12 +63,9 @@ def low_bit_linear(
 
 def _template(work: Workload, packing: Packing, tile: GroupMmaTile) -> tirx.PrimFunc:
     width, columns = work.shapes[-1]
-    padded = work.shapes[0][1]
-    weight_shape, scales_shape = work.shapes[3:5]
-    tiles, groups = weight_shape[:2]
+    tiles, groups = work.shapes[3][:2]
     row_tiles, token_tiles, warps = tile.row_tiles, tile.token_tiles, tile.warps
-    parts, threads = ceil_div(width, tile.tokens), warps * WARP
-    grid = ceil_div(tiles, row_tiles) * parts
+    threads = warps * WARP
     blocks = row_tiles * packing.tile // ROWS * token_tiles
     outputs = blocks * ROWS * TOKENS
     accumulate = accumulator(packing, tile, (width, tiles, groups))
@@ -143,70 +141,4 @@ def _template(work: Workload, packing: Packing, tile: GroupMmaTile) -> tirx.Prim
         T.tvm_storage_sync("shared")
         store_all(partial, residual, y, first_tile * packing.tile, token, thread)
 
-    # Neighbouring blocks share their weights, so that these come from memory once.
-    def first_tile_of(block):
-        return block // parts * row_tiles
-
-    def first_token_of(block):
-        return block % parts * tile.tokens
-
-    if work.settings["residual"]:
-
-        @T.prim_func(private=True, s_tir=True)
-        def added(
-            q: T.Buffer((width, padded), "int8"),
-            scale: T.Buffer((width, groups), "float32"),
-            total: T.Buffer((width, groups), "int32"),
-            weight: T.Buffer(weight_shape, "uint32"),
-            weight_scale: T.Buffer(scales_shape, "float16"),
-            residual: T.Buffer((width, columns), "float32"),
-            y: T.Buffer((width, columns), "float32"),
-        ):
-            for bx in T.thread_binding(grid, thread="blockIdx.x"):
-                for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                    with T.sblock("linear"):
-                        block = T.axis.spatial(grid, bx)
-                        thread = T.axis.spatial(threads, tx)
-                        one_block(
-                            q,
-                            scale,
-                            total,
-                            weight,
-                            weight_scale,
-                            residual,
-                            y,
-                            first_tile_of(block),
-                            first_token_of(block),
-                            thread,
-                        )
-
-        return added
-
-    @T.prim_func(private=True, s_tir=True)
-    def plain(
-        q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width, groups), "float32"),
-        total: T.Buffer((width, groups), "int32"),
-        weight: T.Buffer(weight_shape, "uint32"),
-        weight_scale: T.Buffer(scales_shape, "float16"),
-        y: T.Buffer((width, columns), "float32"),
-    ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("linear"):
-                    block = T.axis.spatial(grid, bx)
-                    thread = T.axis.spatial(threads, tx)
-                    one_block(
-                        q,
-                        scale,
-                        total,
-                        weight,
-                        weight_scale,
-                        None,
-                        y,
-                        first_tile_of(block),
-                        first_token_of(block),
-                        thread,
-                    )
-
-    return plain
+    return linear_kernel(work, threads, row_tiles, tile.tokens, one_block)

@@ -11,6 +11,7 @@ import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.linear import linear_kernel
 from schedules.gpu.low_bit_mma_warp import (
     MOST_UNROLLED,
     ROWS,
@@ -97,13 +98,10 @@ def _summed_at_once(tile: MmaTile) -> int:
 
 def _template(work: Workload, tile: MmaTile) -> tirx.PrimFunc:
     width, columns = work.shapes[-1]
-    padded = work.shapes[0][1]
-    weight_shape = work.shapes[3]
-    tiles, blocks = weight_shape[:2]
+    tiles, blocks = work.shapes[3][:2]
     segments = work.settings["segments"]
     warps, row_tiles, token_tiles = tile.warps, tile.row_tiles, tile.token_tiles
-    groups = ceil_div(width, token_tiles * TOKENS)
-    grid, threads = ceil_div(tiles, row_tiles) * groups, warps * WARP
+    threads = warps * WARP
     at_once = _summed_at_once(tile)
     outputs = row_tiles * at_once * RESULTS
     accumulate = accumulator(tile, (width, tiles, blocks))
@@ -162,70 +160,4 @@ def _template(work: Workload, tile: MmaTile) -> tirx.PrimFunc:
                     first_tile * ROWS + row_of(turn * threads + thread),
                 )
 
-    # Neighbouring blocks share their weights, so that these come from memory once.
-    def first_tile_of(block):
-        return block // groups * row_tiles
-
-    def first_token_of(block):
-        return block % groups * token_tiles * TOKENS
-
-    if work.settings["residual"]:
-
-        @T.prim_func(private=True, s_tir=True)
-        def added(
-            q: T.Buffer((width, padded), "int8"),
-            scale: T.Buffer((width,), "float32"),
-            total: T.Buffer((width,), "int32"),
-            weight: T.Buffer(weight_shape, "uint32"),
-            weight_scale: T.Buffer((len(segments),), "float32"),
-            residual: T.Buffer((width, columns), "float32"),
-            y: T.Buffer((width, columns), "float32"),
-        ):
-            for bx in T.thread_binding(grid, thread="blockIdx.x"):
-                for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                    with T.sblock("linear"):
-                        block = T.axis.spatial(grid, bx)
-                        thread = T.axis.spatial(threads, tx)
-                        one_block(
-                            q,
-                            scale,
-                            total,
-                            weight,
-                            weight_scale,
-                            residual,
-                            y,
-                            first_tile_of(block),
-                            first_token_of(block),
-                            thread,
-                        )
-
-        return added
-
-    @T.prim_func(private=True, s_tir=True)
-    def plain(
-        q: T.Buffer((width, padded), "int8"),
-        scale: T.Buffer((width,), "float32"),
-        total: T.Buffer((width,), "int32"),
-        weight: T.Buffer(weight_shape, "uint32"),
-        weight_scale: T.Buffer((len(segments),), "float32"),
-        y: T.Buffer((width, columns), "float32"),
-    ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("linear"):
-                    block = T.axis.spatial(grid, bx)
-                    thread = T.axis.spatial(threads, tx)
-                    one_block(
-                        q,
-                        scale,
-                        total,
-                        weight,
-                        weight_scale,
-                        None,
-                        y,
-                        first_tile_of(block),
-                        first_token_of(block),
-                        thread,
-                    )
-
-    return plain
+    return linear_kernel(work, threads, row_tiles, token_tiles * TOKENS, one_block)

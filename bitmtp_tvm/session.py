@@ -20,7 +20,6 @@ from relax_models.state import RING, RING_ROWS, STATE_WORDS
 Progress = Callable[[str, int, int], None]
 
 INPUTS = ("tokens", "position", "boundary", "visible", "logit_rows", "horizon")
-LOOP = ("state", "ring", "seen")
 CACHE = "_kv_cache"
 VISIBLE_WORDS = 2
 
@@ -101,9 +100,8 @@ class Session:
     def _loop_buffers(self) -> Iterator[tuple[str, Any]]:
         """State, ring and `seen` of the decode loop: see relax_models/state.py."""
         shapes = {"state": (STATE_WORDS,), "ring": (RING_ROWS, RING), "seen": (self.vocab_size,)}
-        for name in LOOP:
-            zeros = np.zeros(shapes[name], np.int32)
-            yield name, self._tvm.runtime.tensor(zeros, self._device)
+        for name, shape in shapes.items():
+            yield name, self._tvm.runtime.tensor(np.zeros(shape, np.int32), self._device)
 
     def _inputs(self, width: int) -> dict[str, Any]:
         """Buffers for the rows of a step."""

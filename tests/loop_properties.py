@@ -23,6 +23,8 @@ from relax_models.state import NEVER, RING, Finish, Layout, Ring, Word
 
 WIDTHS = (1, 4, 9, 16)
 LIMIT = 64
+# Of the demo.
+PYTHON = [272, 5, 288, 13, 300, 17, 44, 290]
 PROMPTS = [[3], [5, 9], [7, 11, 13, 40, 41, 42, 43, 44, 45, 46, 30, 31, 32]]
 
 

@@ -3,12 +3,11 @@
 import pytest
 from bitnet_checkpoint import DEMO, ODD, write_checkpoint
 from checkpoint_edits import edit_json
-from loop_properties import LIMIT, PROMPTS, WIDTHS, LoopProperties, Model
+from loop_properties import LIMIT, PROMPTS, PYTHON, WIDTHS, LoopProperties, Model
 from qwen3_checkpoint import TIED, write_qwen3
 
 from bitmtp_tvm.compile import CompileOptions, compile_model
 
-PYTHON = [272, 5, 288, 13, 300, 17, 44, 290]
 # The demo has settings of its own.
 MTP = {
     "bidirectional": {"block_size": 4, "mask_token_id": 2, "block_attention": "bidirectional"},

@@ -4,17 +4,17 @@
 """
 
 from itertools import cycle
+from pathlib import Path
 
 import numpy as np
 import pytest
-from loop_properties import LIMIT, PROMPTS, LoopProperties, Model, orders
+from loop_properties import LIMIT, PROMPTS, PYTHON, LoopProperties, Model, orders
 from numpy.testing import assert_array_equal
 
 from bitmtp_tvm.sampling import SamplingOptions
 from relax_models.state import Layout, Word
 
 pytestmark = pytest.mark.gpu
-PYTHON = [272, 5, 288, 13, 300, 17, 44, 290]
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,6 @@ def directory(request, tmp_path_factory):
         target = next(t.name for t in TARGETS.values() if t.compute_capability == capability)
         folder = tmp_path_factory.mktemp("demo") / "artifact"
         compile_model(CompileOptions(target, output=folder))
-    from pathlib import Path
-
     return Path(folder)
 
 

@@ -68,7 +68,7 @@ def test_tiles_fit_any_shape(width):
     from schedules.gpu.low_bit_mma import _summed_at_once, choose_tile
 
     for tiles, blocks in product((1, 9, 160, 864, 9480), (1, 2, 4, 11, 20, 54, 127, 172)):
-        tile = choose_tile(width, tiles, blocks)
+        tile = choose_tile(width, tiles, blocks, 132)
         turns = -(-blocks // tile.warps)
         assert 1 <= tile.warps <= min(20, blocks) and 1 <= tile.ahead <= turns
         assert tile.token_tiles <= min(4, -(-width // 8))

@@ -1,7 +1,4 @@
-"""Rules of the cuda target."""
-
-import tvm
-from tvm import tirx
+"""Rules and templates of the cuda target."""
 
 from schedules.gpu import low_bit_gemv, low_bit_group_gemv, low_bit_group_mma, low_bit_mma
 from schedules.gpu.attention import attention
@@ -14,18 +11,15 @@ from schedules.gpu.norm import final_norm, gated_norm_quantize, norm_quantize
 from schedules.gpu.qk_norm import qk_norm
 from schedules.gpu.quantize import gated_quantize, quantize
 from schedules.gpu.step import accept, step_rows
-from schedules.workload import Workload
 
-
-def low_bit_linear(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """The rule of the format and the width: one scale a matrix, or one a group."""
-    for rule in (low_bit_mma, low_bit_gemv, low_bit_group_mma, low_bit_group_gemv):
-        if made := rule.low_bit_linear(func, work, target):
-            return made
-    return None
-
+TEMPLATES = {
+    "low_bit_linear": (
+        low_bit_mma.TEMPLATE,
+        low_bit_gemv.TEMPLATE,
+        low_bit_group_mma.TEMPLATE,
+        low_bit_group_gemv.TEMPLATE,
+    ),
+}
 
 RULES = {
     "accept": accept,
@@ -40,7 +34,6 @@ RULES = {
     "greedy": greedy,
     "head": head,
     "low_bit_embed": low_bit_embed,
-    "low_bit_linear": low_bit_linear,
     "norm_quantize": norm_quantize,
     "qk_norm": qk_norm,
     "quantize": quantize,

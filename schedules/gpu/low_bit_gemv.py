@@ -8,7 +8,6 @@ differ from width to width. The layout is that of relax_models/formats.py for "c
 
 from dataclasses import dataclass
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
@@ -25,6 +24,7 @@ from schedules.gpu.thread import (
     warp_sum,
 )
 from schedules.gpu.thread import add as rounded_sum
+from schedules.space import Card, Template
 from schedules.workload import Workload, segment_scale
 
 TILE = 16
@@ -63,14 +63,15 @@ def choose_tile(width: int, tiles: int, blocks: int) -> LinearTile:
     return LinearTile(tokens, row_tiles, warps, ceil_div(blocks, warps * rounds))
 
 
-def low_bit_linear(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.low_bit_linear`."""
-    if work.settings["format"] != "bitnet-ternary":
-        return None
+def serves(work: Workload, card: Card) -> bool:
+    """Whether the weights are ternary with one scale a matrix; any width will do."""
+    return work.settings["format"] == "bitnet-ternary"
+
+
+def choose(work: Workload, card: Card) -> LinearTile:
+    """The rule's tile."""
     tiles, blocks = work.shapes[3][:2]
-    return _template(work, choose_tile(work.width, tiles, blocks), overlaps(target))
+    return choose_tile(work.width, tiles, blocks)
 
 
 def _template(work: Workload, tile: LinearTile, early: bool) -> tirx.PrimFunc:
@@ -197,3 +198,13 @@ def _template(work: Workload, tile: LinearTile, early: bool) -> tirx.PrimFunc:
             )
 
     return linear_kernel(work, threads, row_tiles, tokens, one_block)
+
+
+TEMPLATE = Template(
+    name="low_bit_gemv",
+    tile=LinearTile,
+    serves=serves,
+    choose=choose,
+    candidates=lambda work, card: [choose(work, card)],
+    make=lambda work, tile, target: _template(work, tile, overlaps(target)),
+)

@@ -13,7 +13,6 @@ at every width:
 Rows and tokens of a block and the loads in flight are free to differ from width to width.
 """
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
@@ -21,6 +20,7 @@ from schedules.gpu.linear import linear_kernel
 from schedules.gpu.low_bit_group_warp import GroupTile, accumulator
 from schedules.gpu.packed import GROUP_PACKINGS, Packing
 from schedules.gpu.thread import WARP, add, ceil_div, warp_sum
+from schedules.space import Card, Template
 from schedules.workload import Workload
 
 MOST_TOKENS = 8
@@ -55,18 +55,19 @@ def _share(width: int, most: int) -> int:
     return ceil_div(width, ceil_div(width, most))
 
 
-def low_bit_linear(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.low_bit_linear`; the formats with groups."""
-    packing = GROUP_PACKINGS.get(work.settings["format"])
-    if packing is None:
-        return None
+def serves(work: Workload, card: Card) -> bool:
+    """Whether the weights have groups; any width will do."""
+    return work.settings["format"] in GROUP_PACKINGS
+
+
+def choose(work: Workload, card: Card) -> GroupTile:
+    """The rule's tile."""
     tiles, groups = work.shapes[3][:2]
-    return _template(work, packing, choose_tile(work.width, tiles, groups, packing))
+    return choose_tile(work.width, tiles, groups, GROUP_PACKINGS[work.settings["format"]])
 
 
-def _template(work: Workload, packing: Packing, tile: GroupTile) -> tirx.PrimFunc:
+def _template(work: Workload, tile: GroupTile) -> tirx.PrimFunc:
+    packing = GROUP_PACKINGS[work.settings["format"]]
     width, columns = work.shapes[-1]
     tiles, groups = work.shapes[3][:2]
     tokens, row_tiles, warps = tile.tokens, tile.row_tiles, tile.warps
@@ -122,3 +123,13 @@ def _template(work: Workload, packing: Packing, tile: GroupTile) -> tirx.PrimFun
             )
 
     return linear_kernel(work, threads, row_tiles, tokens, one_block)
+
+
+TEMPLATE = Template(
+    name="low_bit_group_gemv",
+    tile=GroupTile,
+    serves=serves,
+    choose=choose,
+    candidates=lambda work, card: [choose(work, card)],
+    make=lambda work, tile, target: _template(work, tile),
+)

@@ -6,7 +6,6 @@ group are summed apart, what a lane is there is a register here. Rows and tokens
 loads in flight are free to differ from width to width.
 """
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
@@ -22,6 +21,7 @@ from schedules.gpu.low_bit_group_mma_warp import (
 )
 from schedules.gpu.packed import GROUP_PACKINGS, Packing
 from schedules.gpu.thread import WARP, add, ceil_div
+from schedules.space import Card, Template
 from schedules.workload import Workload
 
 # With fewer rows most of an mma is idle.
@@ -49,19 +49,19 @@ def choose_tile(width: int, tiles: int, groups: int, packing: Packing) -> GroupM
     return GroupMmaTile(token_tiles, row_tiles, warps, ceil_div(groups, warps * rounds))
 
 
-def low_bit_linear(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.low_bit_linear`; the formats with groups, from
-    `LEAST_WIDTH` rows on."""
-    packing = GROUP_PACKINGS.get(work.settings["format"])
-    if packing is None or work.width < LEAST_WIDTH:
-        return None
+def serves(work: Workload, card: Card) -> bool:
+    """Whether the tensor cores pay: weights with groups and a few rows."""
+    return work.settings["format"] in GROUP_PACKINGS and work.width >= LEAST_WIDTH
+
+
+def choose(work: Workload, card: Card) -> GroupMmaTile:
+    """The rule's tile."""
     tiles, groups = work.shapes[3][:2]
-    return _template(work, packing, choose_tile(work.width, tiles, groups, packing))
+    return choose_tile(work.width, tiles, groups, GROUP_PACKINGS[work.settings["format"]])
 
 
-def _template(work: Workload, packing: Packing, tile: GroupMmaTile) -> tirx.PrimFunc:
+def _template(work: Workload, tile: GroupMmaTile) -> tirx.PrimFunc:
+    packing = GROUP_PACKINGS[work.settings["format"]]
     width, columns = work.shapes[-1]
     tiles, groups = work.shapes[3][:2]
     row_tiles, token_tiles, warps = tile.row_tiles, tile.token_tiles, tile.warps
@@ -142,3 +142,13 @@ def _template(work: Workload, packing: Packing, tile: GroupMmaTile) -> tirx.Prim
         store_all(partial, residual, y, first_tile * packing.tile, token, thread)
 
     return linear_kernel(work, threads, row_tiles, tile.tokens, one_block)
+
+
+TEMPLATE = Template(
+    name="low_bit_group_mma",
+    tile=GroupMmaTile,
+    serves=serves,
+    choose=choose,
+    candidates=lambda work, card: [choose(work, card)],
+    make=lambda work, tile, target: _template(work, tile),
+)

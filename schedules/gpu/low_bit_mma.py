@@ -7,7 +7,6 @@ from width to width, and a row's result is that of schedules/gpu/low_bit_gemv.py
 
 import math
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
@@ -24,6 +23,7 @@ from schedules.gpu.low_bit_mma_warp import (
     lane_sum,
 )
 from schedules.gpu.thread import STATIC_SHARED_BYTES, WARP, add, ceil_div, mul
+from schedules.space import Card, Template
 from schedules.workload import Workload, segment_scale
 
 # From so many rows on: below, dp4a computes no rows that nobody asked for.
@@ -31,8 +31,6 @@ LEAST_ROWS = 3
 MOST_TOKEN_TILES = 4
 MOST_WARPS = 20
 LEAST_WARPS = 4
-# The device that the choice is made for; smaller ones have work for every multiprocessor as well.
-MULTIPROCESSORS = 132
 # Warps that a multiprocessor should have, of little and of much work each.
 BUSY_WARPS = 16
 # Registers of a lane that words and sums may take: the rest is for activations and addresses.
@@ -43,13 +41,13 @@ RESULTS = ROWS * TOKENS
 PART_BYTES = RESULTS * 4
 
 
-def choose_tile(width: int, tiles: int, blocks: int) -> MmaTile:
+def choose_tile(width: int, tiles: int, blocks: int, multiprocessors: int) -> MmaTile:
     """The tile for `width` activation rows and `tiles` x `blocks` tiles of 16 rows x 128 codes."""
     pairs = ceil_div(width, TOKENS)
     groups = ceil_div(pairs, MOST_TOKEN_TILES)
     token_tiles = ceil_div(pairs, groups)
-    row_tiles = _row_tiles(token_tiles, tiles * groups)
-    warps = _warps(blocks, ceil_div(tiles, row_tiles) * groups, row_tiles)
+    row_tiles = _row_tiles(token_tiles, tiles * groups, multiprocessors)
+    warps = _warps(blocks, ceil_div(tiles, row_tiles) * groups, row_tiles, multiprocessors)
     turns = ceil_div(blocks, warps)
     results = row_tiles * token_tiles
     chains = STEPS if results <= (4 if turns == 1 else 2) else 1
@@ -60,17 +58,17 @@ def choose_tile(width: int, tiles: int, blocks: int) -> MmaTile:
     return MmaTile(warps, row_tiles, token_tiles, min(ahead, turns), chains)
 
 
-def _row_tiles(token_tiles: int, tiles: int) -> int:
+def _row_tiles(token_tiles: int, tiles: int, multiprocessors: int) -> int:
     """More of them share the loads of the activations, as long as there are blocks for all."""
-    enough = MULTIPROCESSORS * (0.9 if token_tiles == 1 else 0.6)
+    enough = multiprocessors * (0.9 if token_tiles == 1 else 0.6)
     wide = 2 if token_tiles == 1 else 4
     return next(r for r in (4, 2, 1) if r == 1 or (r <= wide and tiles / r >= enough))
 
 
-def _warps(blocks: int, grid: int, row_tiles: int) -> int:
+def _warps(blocks: int, grid: int, row_tiles: int, multiprocessors: int) -> int:
     """Ways to split `blocks`: one that divides them where it keeps the device as busy."""
     share = 2 if row_tiles == 4 else 1
-    wanted = BUSY_WARPS * MULTIPROCESSORS / (grid * share)
+    wanted = BUSY_WARPS * multiprocessors / (grid * share)
     most = MOST_WARPS // share
     wanted = min(most, max(LEAST_WARPS, wanted))
     divisors = [n for n in range(1, min(blocks, most) + 1) if blocks % n == 0]
@@ -80,14 +78,15 @@ def _warps(blocks: int, grid: int, row_tiles: int) -> int:
     return ceil_div(blocks, ceil_div(blocks, int(wanted)))
 
 
-def low_bit_linear(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.low_bit_linear`."""
-    if work.settings["format"] != "bitnet-ternary" or work.width < LEAST_ROWS:
-        return None
+def serves(work: Workload, card: Card) -> bool:
+    """Whether the tensor cores pay: ternary weights and a few rows."""
+    return work.settings["format"] == "bitnet-ternary" and work.width >= LEAST_ROWS
+
+
+def choose(work: Workload, card: Card) -> MmaTile:
+    """The rule's tile."""
     tiles, blocks = work.shapes[3][:2]
-    return _template(work, choose_tile(work.width, tiles, blocks))
+    return choose_tile(work.width, tiles, blocks, card.multiprocessors)
 
 
 def _summed_at_once(tile: MmaTile) -> int:
@@ -161,3 +160,13 @@ def _template(work: Workload, tile: MmaTile) -> tirx.PrimFunc:
                 )
 
     return linear_kernel(work, threads, row_tiles, token_tiles * TOKENS, one_block)
+
+
+TEMPLATE = Template(
+    name="low_bit_mma",
+    tile=MmaTile,
+    serves=serves,
+    choose=choose,
+    candidates=lambda work, card: [choose(work, card)],
+    make=lambda work, tile, target: _template(work, tile),
+)

@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from tqdm import tqdm
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.manifest import (
+    KernelRecord,
     KVLayout,
     Manifest,
     MemoryPlan,
@@ -23,20 +24,26 @@ from bitmtp_tvm.manifest import (
     TokenizerInfo,
     allocated,
 )
+from bitmtp_tvm.records import FIXED, MEASURED, tuning_folder
 from bitmtp_tvm.report import print_report
 from bitmtp_tvm.targets import TARGETS, Target, get_target, with_buckets
 from relax_models.quantizers import QUANTIZERS
 from relax_models.state import MOST_ROWS
 
 if TYPE_CHECKING:
+    from tvm import IRModule
+
     from bitmtp_tvm.checkpoint import Checkpoint
     from bitmtp_tvm.pipeline import Lowered
+    from bitmtp_tvm.tuned import Tuned
 
 DEMO = Path(__file__).parent / "assets" / "demo"
 TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MOST_CONTEXT = 1 << 20
 """Longest context in tokens: the rotary table and the KV storage grow with it."""
+MOST_NAMES = 5
+"""Kernels that one message names."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,8 @@ class CompileOptions:
     context: int | None = None
     widths: tuple[int, ...] | None = None
     output: Path | None = None
+    records: Path | None = None
+    require_tuned: bool = False
     dump: Path | None = None
     verbose: bool = False
 
@@ -103,6 +112,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="DIR", help="default: dist/<model>-<target>"
     )
+    parser.add_argument(
+        "--records", type=Path, metavar="DIR", help="tuning records (default: those of the target)"
+    )
+    parser.add_argument(
+        "--require-tuned",
+        action="store_true",
+        help="fail where a kernel was not measured on the target",
+    )
     parser.add_argument("--dump", type=Path, metavar="DIR", help="write the module after each pass")
     parser.add_argument("--verbose", action="store_true", help="list kernels, show tracebacks")
     options = CompileOptions(**vars(parser.parse_args(argv)))
@@ -147,10 +164,13 @@ def compile_model(options: CompileOptions) -> Manifest:
     require_compilers(plan.target.kind)
     from bitmtp_tvm.build import build
 
+    tuned = open_records(plan.target, options.records)
     with write_artifact(plan.directory) as folder, phases() as say:
         say("reading and packing the checkpoint")
         shards = write_shards(plan, folder)
-        lowered = lower_model(plan, options, say)
+        lowered = lower_model(plan, options, say, tuned)
+        if options.require_tuned:
+            require_tuned(lowered.kernels, plan.target)
         manifest = make_manifest(plan, lowered, shards)
         text = manifest.to_json()
         (folder / MANIFEST).write_text(text)
@@ -245,10 +265,28 @@ def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
     return tuple(Shard(**record) for record in write_parameters(folder, bar))  # type: ignore[arg-type]
 
 
-def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None]) -> "Lowered":
-    from bitmtp_tvm.pipeline import lower
-    from bitmtp_tvm.specialize import buckets
-    from bitmtp_tvm.targets import tvm_target
+def open_records(target: Target, folder: Path | None) -> "Tuned":
+    """The records in `folder`, or those of the target; `BitMTPError` where they are damaged."""
+    from bitmtp_tvm.tuned import Tuned
+
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"--records {folder} is no folder")
+    return Tuned.open(folder or tuning_folder(target.name), target)
+
+
+def require_tuned(kernels: Sequence[KernelRecord], target: Target) -> None:
+    """Raise `BitMTPError` unless every kernel was measured on `target` or has nothing to choose."""
+    missing = [kernel.name for kernel in kernels if kernel.provenance not in (MEASURED, FIXED)]
+    if missing:
+        names = ", ".join(missing[:MOST_NAMES]) + (", …" if len(missing) > MOST_NAMES else "")
+        raise BitMTPError(
+            f"{len(missing)} of {len(kernels)} kernels were not measured on {target.name} "
+            f"({names}): tune them, or leave out --require-tuned"
+        )
+
+
+def symbolic_model(plan: Plan) -> "IRModule":
+    """The checkpoint's model for the target's kind, any width, before any pass."""
     from relax_models.layers import Storage
     from relax_models.models import MODELS
 
@@ -256,8 +294,19 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
     on_gpu = plan.target.kind == "cuda"
     storage = Storage(plan.target.kind, plan.slots, plan.context, shared_attention=on_gpu)
     mod, _ = MODELS[config.architecture](config, storage).export()
+    return mod
+
+
+def lower_model(
+    plan: Plan, options: CompileOptions, say: Callable[[str], None], tuned: "Tuned"
+) -> "Lowered":
+    from bitmtp_tvm.pipeline import lower
+    from bitmtp_tvm.specialize import buckets
+    from bitmtp_tvm.targets import tvm_target
+
+    mod = symbolic_model(plan)
     wanted = buckets(plan.target.widths, plan.target.prefill)
-    return lower(mod, wanted, tvm_target(plan.target), options.dump, say)
+    return lower(mod, wanted, tvm_target(plan.target), options.dump, say, tuned)
 
 
 def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> Manifest:

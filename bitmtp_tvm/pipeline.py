@@ -11,8 +11,8 @@ from bitmtp_tvm.chunks import GRAPH_STORAGE, add_chunks, allocates, capture_grap
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.specialize import Bucket, specialize
-from schedules import rule
-from schedules.workload import read
+from bitmtp_tvm.tuned import Origin, Tuned
+from schedules.workload import Workload, read
 
 # The pooled allocator of TVM's virtual machine hands out whole pages.
 PAGE = 4096
@@ -37,13 +37,16 @@ def lower(
     target: TVMTarget,
     dump: Path | None = None,
     progress: Callable[[str], None] | None = None,
+    tuned: Tuned | None = None,
 ) -> Lowered:
     """Run all passes on the model's symbolic module; with `dump`, write it there after each.
 
-    Raises `BitMTPError` for a kernel that no rule schedules.
+    Without `tuned` the rules decide everything, for a large card. Raises `BitMTPError` for a kernel
+    that no rule schedules, and for a record that does not fit.
     """
     result = Lowered(mod)
-    for number, (name, step) in enumerate(_passes(result, wanted, target), start=1):
+    passes = _passes(result, wanted, target, tuned or Tuned())
+    for number, (name, step) in enumerate(passes, start=1):
         if progress:
             progress(name)
         with target:
@@ -54,11 +57,13 @@ def lower(
     return result
 
 
-def _passes(result: Lowered, wanted: Sequence[Bucket], target: TVMTarget) -> list[tuple[str, Pass]]:
+def _passes(
+    result: Lowered, wanted: Sequence[Bucket], target: TVMTarget, tuned: Tuned
+) -> list[tuple[str, Pass]]:
     return [
         ("specialize", lambda mod: specialize(mod, wanted)),
         ("decode_loop", lambda mod: _decode_loop(mod, wanted, target)),
-        ("schedule", lambda mod: _schedule(mod, target, result.kernels)),
+        ("schedule", lambda mod: _schedule(mod, target, tuned, result.kernels)),
         *LOWERING,
         ("capture_graphs", capture_graphs),
         ("lower_alloc_tensor", relax.transform.LowerAllocTensor()),
@@ -93,25 +98,48 @@ def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> 
     return mark_graphs(mod, steps) if target.kind.name == "cuda" else add_chunks(mod, steps)
 
 
-def _schedule(mod: IRModule, target: TVMTarget, kernels: list[KernelRecord]) -> IRModule:
+def unscheduled(
+    mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget
+) -> dict[str, tirx.PrimFunc]:
+    """The kernels of a model's symbolic module by name, at static shapes, before any schedule: what
+    there is to tune."""
+    with target:
+        mod = _decode_loop(specialize(mod, wanted), wanted, target)
+    found = {var.name_hint: func for var, func in mod.functions_items()}
+    return {name: func for name, func in found.items() if isinstance(func, tirx.PrimFunc)}
+
+
+def _schedule(
+    mod: IRModule, target: TVMTarget, tuned: Tuned, kernels: list[KernelRecord]
+) -> IRModule:
     """Put every kernel's scheduled form in its place and note where the schedule came from."""
     for var, func in mod.functions_items():
         if isinstance(func, tirx.PrimFunc):
             work = read(func)
-            made = rule.apply(func, target)
+            made, origin = tuned.schedule(func, target)
             if made is None:
                 raise BitMTPError(
                     f"no schedule for {work.op} ({var.name_hint}) on {target.kind.name}: add a rule"
                 )
             mod.update_func(var, made)
-            kernels.append(_record(var.name_hint, work))
+            kernels.append(_record(var.name_hint, work, origin))
     kernels.sort(key=lambda kernel: (kernel.op, kernel.width, kernel.name))
     return mod
 
 
-def _record(name: str, work) -> KernelRecord:
+def _record(name: str, work: Workload, origin: Origin) -> KernelRecord:
     width = int(name.rsplit("_w", 1)[1])
-    return KernelRecord(name, work.op, work.settings.get("format", ""), width, "rule")
+    form = work.settings.get("format", "")
+    return KernelRecord(
+        name,
+        work.op,
+        form,
+        width,
+        origin.provenance,
+        origin.source,
+        origin.template,
+        origin.arguments,
+    )
 
 
 def _plan_workspace(mod: IRModule, result: Lowered) -> IRModule:

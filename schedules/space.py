@@ -76,6 +76,15 @@ def choices(templates: Iterable[Template], work: Workload, card: Card) -> list[C
     return found
 
 
+def has_choice(templates: Iterable[Template], work: Workload, card: Card) -> bool:
+    """Whether there is more than one way to make a workload's kernel."""
+    serving = [template for template in templates if template.serves(work, card)]
+    if len(serving) != 1:
+        return len(serving) > 1
+    first = serving[0].choose(work, card)
+    return any(tile != first for tile in serving[0].candidates(work, card))
+
+
 def ruled(templates: Iterable[Template], work: Workload, card: Card) -> Choice | None:
     """The rule's choice: the first template that serves, with the tile that it would choose."""
     template = next((t for t in templates if t.serves(work, card)), None)

@@ -8,6 +8,7 @@ from bitnet_checkpoint import DEMO, ODD, write_checkpoint
 
 from bitmtp_tvm import elf
 from bitmtp_tvm.artifact import open_artifact
+from bitmtp_tvm.checkpoint import open_checkpoint
 from bitmtp_tvm.compile import CompileOptions, compile_model, main
 from bitmtp_tvm.cubin import find_cubins
 from bitmtp_tvm.errors import BitMTPError
@@ -57,7 +58,10 @@ def test_an_orin_artifact_is_aarch64_with_sm_87_machine_code(orin):
 
 def test_the_manifest_lists_every_kernel_as_untuned(orin):
     _, manifest = orin
-    assert manifest.counts == {"rule": len(manifest.kernels)}
+    assert set(manifest.counts) == {"rule", "fixed"}
+    assert sum(manifest.counts.values()) == len(manifest.kernels)
+    linears = [kernel for kernel in manifest.kernels if kernel.op == "low_bit_linear"]
+    assert all(kernel.template and kernel.arguments for kernel in linears)
     assert {kernel.width for kernel in manifest.kernels} == {1, 4, 128}
 
 
@@ -98,7 +102,9 @@ def test_the_default_folder_context_and_report(odd, tmp_path, monkeypatch, capsy
     out = capsys.readouterr().out
     assert "odd-bitnet for cpu" in out
     assert "memory at a context of 40" in out
-    assert f"kernels: {len(manifest['kernels'])} ({len(manifest['kernels'])} rule)" in out
+    counts = manifest["counts"]
+    shown = f"({counts['rule']} rule, {counts['fixed']} fixed)"
+    assert f"kernels: {len(manifest['kernels'])} {shown}" in out
     for op in {kernel["op"] for kernel in manifest["kernels"]}:
         assert f"    {op} " in out
 
@@ -219,3 +225,57 @@ def test_a_chat_template_that_is_no_text_is_refused_before_the_work(odd):
     checkpoint.chat_template = "\ud800 hi"
     with pytest.raises(BitMTPError, match="chat template of odd-bitnet is not valid text"):
         check_template(checkpoint)
+
+
+def measured_folder(folder, model):
+    """Records of the processor for every kernel of a checkpoint: portions of one task."""
+    from bitmtp_tvm.compile import make_plan, symbolic_model
+    from bitmtp_tvm.databases import read_database, with_record, write_database
+    from bitmtp_tvm.pipeline import unscheduled
+    from bitmtp_tvm.records import DeviceInfo, write_device_info
+    from bitmtp_tvm.specialize import buckets
+    from bitmtp_tvm.targets import tvm_target
+    from schedules.rule import operation_of
+
+    plan = make_plan(CompileOptions("cpu", str(model), context=40, widths=(2,)))
+    target = tvm_target(plan.target)
+    wanted = buckets(plan.target.widths, plan.target.prefill)
+    database = read_database(folder)
+    for func in unscheduled(symbolic_model(plan), wanted, target).values():
+        operation = operation_of(func, target)
+        if operation:
+            decided = operation.schedule()[1].made
+            least = {name: 1 for name in decided if name == "grain"}
+            database = with_record(database, operation, target, decided | least, 1e-6)
+    write_database(folder, database)
+    write_device_info(folder, DeviceInfo("cpu", "this one"))
+
+
+def test_measured_kernels_are_counted_and_can_be_required(odd, tmp_path, capsys):
+    required = ["--target", "cpu", "--model", odd, "--context", 40, "--widths", 2]
+    required += ["--require-tuned", "--records", tmp_path / "records"]
+    (tmp_path / "records").mkdir()
+    error = fails(capsys, 1, "were not measured on cpu (", *required, "-o", tmp_path / "out")
+    assert ", …)" in error and "step_rows" not in error
+    assert [path.name for path in tmp_path.iterdir()] == ["records"]
+    measured_folder(tmp_path / "records", odd)
+    arguments = [*required, "--verbose", "-o", tmp_path / "out"]
+    assert main([str(argument) for argument in arguments]) == 0
+    out = capsys.readouterr().out
+    manifest = open_artifact(tmp_path / "out").manifest
+    measured, fixed = manifest.counts["measured"], manifest.counts["fixed"]
+    assert measured + fixed == len(manifest.kernels)
+    assert f"({measured} measured on cpu, {fixed} fixed)" in out
+    assert "embed_w2: lanes=2 grain=1 (measured on cpu)" in out
+    session = Session(open_artifact(tmp_path / "out"))
+    twin = ReferenceModel.from_checkpoint(open_checkpoint(odd), 8)
+    logits = twin.forward([3, 4], [0, 1], 0, None, twin.new_cache(8, half=True))
+    assert session.decode([3, 4], [0, 1], 0, None, [1])[0] == logits[1].argmax()
+
+
+def test_a_folder_of_records_that_is_none_is_refused(capsys, tmp_path, odd):
+    options = ["--target", "cpu", "--model", odd, "-o", tmp_path / "out"]
+    fails(capsys, 2, "is no folder", *options, "--records", tmp_path / "none")
+    (tmp_path / "templates.json").write_text("{")
+    fails(capsys, 1, "templates.json is damaged", *options, "--records", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["templates.json"]

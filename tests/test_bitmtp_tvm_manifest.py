@@ -32,7 +32,7 @@ def test_memory_plan_adds_up() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        (("format_version",), 1, "format version 1 instead of 3"),
+        (("format_version",), 1, "format version 1 instead of 4"),
         (("context",), "32", r"wrong type of manifest\.context"),
         (("context",), True, r"wrong type of manifest\.context"),
         (("widths",), [1, "2"], r"wrong type of manifest\.widths\[1\]"),

@@ -42,6 +42,7 @@ RUNTIME = {
         "plotting",
         "policy",
         "recording",
+        "records",
         "sampling",
         "session",
         "snapshot",

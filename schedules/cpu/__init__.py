@@ -1,4 +1,4 @@
-"""Rules of the llvm target."""
+"""Rules and schedule spaces of the llvm target."""
 
 from schedules.cpu.attention import attention
 from schedules.cpu.choose import choose, softmax_parts
@@ -14,24 +14,25 @@ from schedules.cpu.norm import (
     quantize,
 )
 from schedules.cpu.step import accept, running, step_rows
+from schedules.sampled import Space, tasks, tiled
 
 RULES = {
     "accept": accept,
-    "attention": attention,
-    "choose": choose,
+    "attention": Space(attention, tasks("head")),
+    "choose": Space(choose, tasks("choose")),
     "embed": embed,
-    "final_norm": final_norm,
-    "gated_norm_quantize": gated_norm_quantize,
-    "gated_quantize": gated_quantize,
-    "greedy": greedy,
-    "head": head,
+    "final_norm": Space(final_norm, tasks("row", serial=True)),
+    "gated_norm_quantize": Space(gated_norm_quantize, tasks("row")),
+    "gated_quantize": Space(gated_quantize, tasks("row")),
+    "greedy": Space(greedy, tasks("row")),
+    "head": Space(head, tiled("token")),
     "low_bit_embed": low_bit_embed,
-    "low_bit_linear": low_bit_linear,
-    "norm_quantize": norm_quantize,
-    "qk_norm": qk_norm,
-    "quantize": quantize,
+    "low_bit_linear": Space(low_bit_linear, tiled("tile")),
+    "norm_quantize": Space(norm_quantize, tasks("row")),
+    "qk_norm": Space(qk_norm, tasks("head")),
+    "quantize": Space(quantize, tasks("row")),
     "rope_kv_write": rope_kv_write,
-    "softmax_parts": softmax_parts,
+    "softmax_parts": Space(softmax_parts, tasks("part")),
     "running": running,
     "step_rows": step_rows,
 }

@@ -91,7 +91,7 @@ def attention(
         boundary: T.Buffer((1,), "int32"),
         out: T.Buffer((width, heads * head_dim), "float32"),
     ):
-        for task in T.parallel(width * heads):
+        for task in range(width * heads):
             with T.sblock("head"):
                 vt = T.axis.spatial(width * heads, task)
                 one_head(q, cache, boundary, None, out, vt // heads, vt % heads)
@@ -104,7 +104,7 @@ def attention(
         visible: T.Buffer((width, 2), "uint32"),
         out: T.Buffer((width, heads * head_dim), "float32"),
     ):
-        for task in T.parallel(width * heads):
+        for task in range(width * heads):
             with T.sblock("head"):
                 vt = T.axis.spatial(width * heads, task)
                 one_head(q, cache, boundary, visible, out, vt // heads, vt % heads)

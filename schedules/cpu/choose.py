@@ -92,7 +92,7 @@ def softmax_parts(
         best: T.Buffer((rows, parts), "int32"),
         total: T.Buffer((rows, parts), "float32"),
     ):
-        for i in T.parallel(rows * parts):
+        for i in range(rows * parts):
             with T.sblock("part"):
                 task = T.axis.spatial(rows * parts, i)
                 z = T.sblock_alloc_buffer((part,), "float32", scope="local")
@@ -258,7 +258,7 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
         confidence: T.Buffer((rows,), "float32"),
         logprob: T.Buffer((rows,), "float32"),
     ):
-        for i in T.parallel(rows):
+        for i in range(rows):
             with T.sblock("choose"):
                 row = T.axis.spatial(rows, i)
                 peak = T.sblock_alloc_buffer((1,), "float32", scope="local")

@@ -1,36 +1,45 @@
 """Embeddings, RoPE and the KV write on the processor: the definition's loops, vectorised."""
 
+import math
+
 import tvm
 from tvm import s_tir, tirx
 
 from schedules.cpu.vector import lanes_for
+from schedules.sampled import Decisions, Space, Steps, dividing, powers
 from schedules.workload import Workload
 
-
-def embed(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.embed`."""
-    return _vectorized(func, ["hidden"])
+MOST_LANES = 64
 
 
-def rope_kv_write(
+def definition(
     func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
 ) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.rope_kv_write`."""
-    return _vectorized(func, ["rotate_q", "rotate_k", "write_v"])
-
-
-def low_bit_embed(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.low_bit_embed`. A few rows of the table: the plain loops will do."""
+    """The operation as relax_models defines it."""
     return func
 
 
-def _vectorized(func: tirx.PrimFunc, blocks: list[str]) -> tirx.PrimFunc:
-    """Vectorise the innermost loop of each block by the lanes that divide it."""
-    schedule = s_tir.Schedule(func.with_attr("global_symbol", "main"))
-    for name in blocks:
-        inner = schedule.get_loops(schedule.get_sblock(name))[-1]
-        _, lane = schedule.split(inner, [None, lanes_for(int(schedule.get(inner).extent))])
-        schedule.vectorize(lane)
-    return schedule.mod["main"].without_attr("global_symbol")
+def rows(*blocks: str, vectorized: bool = True) -> Steps:
+    """Steps for blocks that write rows: `lanes` elements at a time, rows shared by the threads in
+    portions of `grain`. The rule leaves all rows to one thread: there are few, and little to do."""
+
+    def steps(schedule: s_tir.Schedule, decide: Decisions) -> None:
+        loops = [schedule.get_loops(schedule.get_sblock(block)) for block in blocks]
+        size = math.gcd(*(int(schedule.get(nest[-1]).extent) for nest in loops))
+        width = int(schedule.get(loops[0][0]).extent)
+        ruled = lanes_for(size) if vectorized else 1
+        lanes = decide.one_of("lanes", dividing(size, MOST_LANES), ruled)
+        grain = decide.one_of("grain", powers(width), width)
+        for outer, *_, inner in loops:
+            portions, _ = schedule.split(outer, [None, grain])
+            _, lane = schedule.split(inner, [None, lanes])
+            schedule.parallel(portions)
+            schedule.vectorize(lane)
+
+    return steps
+
+
+embed = Space(definition, rows("hidden"))
+rope_kv_write = Space(definition, rows("rotate_q", "rotate_k", "write_v"))
+# A few rows of the table, and a code of each word at a time: the plain loops will do.
+low_bit_embed = Space(definition, rows("hidden", vectorized=False))

@@ -1,4 +1,4 @@
-"""The 16-bit head and the greedy choice on the processor: one vocabulary row a task."""
+"""The 16-bit head and the greedy choice on the processor: a vocabulary row against a few rows."""
 
 import tvm
 from tvm import tirx
@@ -9,7 +9,7 @@ from schedules.workload import Workload, is_nan
 
 
 def head(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.head`. Up to four rows share one pass over the table."""
+    """See `relax_models.ops.head`. Up to four rows share one pass over a row of the table."""
     (rows, size), (vocab_size, _) = work.shapes[:2]
     lanes, group = lanes_for(size), group_for(rows)
 
@@ -26,23 +26,22 @@ def head(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx
         logit_rows: T.Buffer((rows,), "int32"),
         logits: T.Buffer((rows, vocab_size), "float32"),
     ):
-        for v in T.parallel(vocab_size):
+        for v, rg in T.grid(vocab_size, rows // group):
             with T.sblock("token"):
-                vv = T.axis.spatial(vocab_size, v)
+                vv, g = T.axis.remap("SS", [v, rg])
                 sums = T.sblock_alloc_buffer((group * lanes,), "float32", scope="local")
-                for g in range(rows // group):
-                    if asks(logit_rows, g * group):
+                if asks(logit_rows, g * group):
+                    for r in T.unroll(group):
+                        sums[span(r * lanes, lanes)] = splat(T.float32(0), lanes)
+                    for k in range(size // lanes):
                         for r in T.unroll(group):
-                            sums[span(r * lanes, lanes)] = splat(T.float32(0), lanes)
-                        for k in range(size // lanes):
-                            for r in T.unroll(group):
-                                sums[span(r * lanes, lanes)] = (
-                                    sums[span(r * lanes, lanes)]
-                                    + from_bf16(table[vv, span(k * lanes, lanes)], lanes)
-                                    * x[g * group + r, span(k * lanes, lanes)]
-                                )
-                        for r in T.unroll(group):
-                            logits[g * group + r, vv] = tree_sum(sums, r * lanes, lanes)
+                            sums[span(r * lanes, lanes)] = (
+                                sums[span(r * lanes, lanes)]
+                                + from_bf16(table[vv, span(k * lanes, lanes)], lanes)
+                                * x[g * group + r, span(k * lanes, lanes)]
+                            )
+                    for r in T.unroll(group):
+                        logits[g * group + r, vv] = tree_sum(sums, r * lanes, lanes)
 
     return func
 
@@ -57,7 +56,7 @@ def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
         logit_rows: T.Buffer((rows,), "int32"),
         tokens: T.Buffer((rows,), "int32"),
     ):
-        for i in T.parallel(rows):
+        for i in range(rows):
             with T.sblock("row"):
                 row = T.axis.spatial(rows, i)
                 best = T.sblock_alloc_buffer((1,), "float32", scope="local")

@@ -1,10 +1,10 @@
 """Low-bit linear on the processor: codes unpacked in registers, 8-bit dot products, int32 sums.
 
-One task is a tile of 8 weight rows: its words stay in the first-level cache while groups of up to
-four activation rows pass over them. The layout is that of relax_models/formats.py for "llvm": a
-32-byte word holds 8 rows x 4 codes as often as a byte holds a code. With one scale a matrix all
-sums are exact until the end; with a scale for every 128 columns the sums of a block are scaled and
-added up in ascending order, the same whatever the width.
+One task is a tile of 8 weight rows against up to four activation rows; the words of a tile stay in
+the first-level cache while groups of activation rows pass over them. The layout is that of
+relax_models/formats.py for "llvm": a 32-byte word holds 8 rows x 4 codes as often as a byte holds a
+code. With one scale a matrix all sums are exact until the end; with a scale for every 128 columns
+the sums of a block are scaled and added up in ascending order, the same whatever the width.
 """
 
 from dataclasses import dataclass
@@ -113,23 +113,22 @@ def _template(work: Workload, dot: DotProduct, group: int, form: Form) -> tirx.P
                     )
 
     @T.macro
-    def one_tile(q, scale, total, weight, weight_scale, residual, y, tile):
+    def one_tile(q, scale, total, weight, weight_scale, residual, y, tile, rows):
         sums = T.sblock_alloc_buffer((num_sums,), sum_dtype, scope="local")
-        for rows in range(width // group):
-            accumulate(q, scale, total, weight, weight_scale, sums, tile, rows * group)
-            for r, lane in T.grid(group, TILE):
-                if tile * TILE + lane < columns:
-                    y[rows * group + r, tile * TILE + lane] = result(
-                        sums,
-                        r,
-                        lane,
-                        scale,
-                        total,
-                        weight_scale,
-                        residual,
-                        rows * group + r,
-                        tile * TILE + lane,
-                    )
+        accumulate(q, scale, total, weight, weight_scale, sums, tile, rows * group)
+        for r, lane in T.grid(group, TILE):
+            if tile * TILE + lane < columns:
+                y[rows * group + r, tile * TILE + lane] = result(
+                    sums,
+                    r,
+                    lane,
+                    scale,
+                    total,
+                    weight_scale,
+                    residual,
+                    rows * group + r,
+                    tile * TILE + lane,
+                )
 
     @T.prim_func(private=True, s_tir=True)
     def plain(
@@ -140,10 +139,10 @@ def _template(work: Workload, dot: DotProduct, group: int, form: Form) -> tirx.P
         weight_scale: T.Buffer(scale_shape, scale_dtype),
         y: T.Buffer((width, columns), "float32"),
     ):
-        for tile in T.parallel(tiles):
+        for tile, rows in T.grid(tiles, width // group):
             with T.sblock("tile"):
-                vt = T.axis.spatial(tiles, tile)
-                one_tile(q, scale, total, weight, weight_scale, None, y, vt)
+                vt, vr = T.axis.remap("SS", [tile, rows])
+                one_tile(q, scale, total, weight, weight_scale, None, y, vt, vr)
 
     @T.prim_func(private=True, s_tir=True)
     def added(
@@ -155,9 +154,9 @@ def _template(work: Workload, dot: DotProduct, group: int, form: Form) -> tirx.P
         residual: T.Buffer((width, columns), "float32"),
         y: T.Buffer((width, columns), "float32"),
     ):
-        for tile in T.parallel(tiles):
+        for tile, rows in T.grid(tiles, width // group):
             with T.sblock("tile"):
-                vt = T.axis.spatial(tiles, tile)
-                one_tile(q, scale, total, weight, weight_scale, residual, y, vt)
+                vt, vr = T.axis.remap("SS", [tile, rows])
+                one_tile(q, scale, total, weight, weight_scale, residual, y, vt, vr)
 
     return added if work.settings["residual"] else plain

@@ -82,6 +82,7 @@ def _quantizer(work: Workload, size: int):
     def quantize_row(values, q, scale, total, row):
         bounds = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
         sums = T.sblock_alloc_buffer((lanes,), "int32", scope="local")
+        codes = T.sblock_alloc_buffer((lanes,), "int8", scope="local")
         bound = T.sblock_alloc_buffer((1,), "float32", scope="local")
         for g in range(size // columns):
             bounds[span(0, lanes)] = const(0.0)
@@ -92,11 +93,10 @@ def _quantizer(work: Workload, size: int):
             bound[0] = largest(bounds)
             sums[span(0, lanes)] = splat(T.int32(0), lanes)
             for k in range(steps):
-                q[row, span(g * columns + k * lanes, lanes)] = code(
-                    values[span(g * columns + k * lanes, lanes)], bound[0]
-                )
+                codes[span(0, lanes)] = code(values[span(g * columns + k * lanes, lanes)], bound[0])
+                q[row, span(g * columns + k * lanes, lanes)] = codes[span(0, lanes)]
                 sums[span(0, lanes)] = sums[span(0, lanes)] + T.Cast(
-                    vector("int32", lanes), q[row, span(g * columns + k * lanes, lanes)]
+                    vector("int32", lanes), codes[span(0, lanes)]
                 )
             if by_group:
                 scale[row, g] = bound[0] / T.float32(127)
@@ -125,7 +125,7 @@ def _normed(work: Workload, load) -> tirx.PrimFunc:
         scale: T.Buffer(shape, "float32"),
         total: T.Buffer(shape, "int32"),
     ):
-        for i in T.parallel(width):
+        for i in range(width):
             with T.sblock("row"):
                 row = T.axis.spatial(width, i)
                 values = T.sblock_alloc_buffer((size,), "float32")
@@ -165,7 +165,7 @@ def _unnormed(work: Workload, size: int, load) -> tirx.PrimFunc:
         scale: T.Buffer(shape, "float32"),
         total: T.Buffer(shape, "int32"),
     ):
-        for i in T.parallel(width):
+        for i in range(width):
             with T.sblock("row"):
                 row = T.axis.spatial(width, i)
                 values = T.sblock_alloc_buffer((size,), "float32")
@@ -194,7 +194,7 @@ def qk_norm(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> t
         k_norm: T.Buffer((size,), "float32"),
         normed: T.Buffer((width, columns), "float32"),
     ):
-        for task in T.parallel(width * (first_v + kv_heads)):
+        for task in range(width * (first_v + kv_heads)):
             with T.sblock("head"):
                 vt = T.axis.spatial(width * (first_v + kv_heads), task)
                 squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")

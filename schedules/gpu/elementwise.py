@@ -1,37 +1,36 @@
 """Operations without a sum on cuda: the embedding's rows, and RoPE with the cache write."""
 
 import tvm
-from tvm import tirx
+from tvm import s_tir, tirx
 from tvm.script import tirx as T
 
-from schedules.gpu.thread import add, ceil_div, from_bf16, mul, vector_width
+from schedules.gpu.thread import add, ceil_div, mul, vector_width
+from schedules.sampled import Decisions, Space, dividing
 from schedules.workload import Workload
 
 THREADS = 128
 
 
-def embed(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.embed`."""
-    (width,), (vocab_size, size), _ = work.shapes
-    vector = vector_width(size, 4)
-    parts = ceil_div(size, vector * THREADS)
-
-    @T.prim_func(private=True, s_tir=True)
-    def func(
-        tokens: T.Buffer((width,), "int32"),
-        table: T.Buffer((vocab_size, size), "uint16"),
-        hidden: T.Buffer((width, size), "float32"),
-    ):
-        for bx in T.thread_binding(width * parts, thread="blockIdx.x"):
-            for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
-                for j in T.vectorized(vector):
-                    with T.sblock("hidden"):
-                        row = T.axis.spatial(width, bx // parts)
-                        k = T.axis.spatial(size, (bx % parts * THREADS + tx) * vector + j)
-                        T.where((bx % parts * THREADS + tx) * vector + j < size)
-                        hidden[row, k] = from_bf16(table[tokens[row], k])
-
+def _embed_definition(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """See `relax_models.ops.embed`: a row of the table is converted as it stands."""
     return func
+
+
+def _embed_steps(schedule: s_tir.Schedule, decide: Decisions) -> None:
+    """A row is shared by blocks of `threads`, each of which converts `vector` elements."""
+    row, column = schedule.get_loops(schedule.get_sblock("hidden"))
+    size = int(schedule.get(column).extent)
+    threads = decide.one_of("threads", [32, 64, 128, 256, 512], THREADS)
+    vector = decide.one_of("vector", dividing(size, 8), vector_width(size, 4))
+    parts, thread, lane = schedule.split(column, [None, threads, vector])
+    schedule.bind(schedule.fuse(row, parts), "blockIdx.x")
+    schedule.bind(thread, "threadIdx.x")
+    schedule.vectorize(lane)
+
+
+embed = Space(_embed_definition, _embed_steps)
 
 
 def rope_kv_write(

@@ -1,0 +1,97 @@
+"""MetaSchedule's search over a space of named decisions: all of it, in the order of a cost model.
+
+Its own searches draw decisions at random and change some of them. The spaces here are small, so
+every combination is known: what is measured next is what the cost model thinks fastest, and every
+fourth something that it was not asked about.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from random import Random
+from typing import Any
+
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+
+from schedules.sampled import Sampled
+
+MOST_COMBINATIONS = 4096
+"""Of a larger space a part is looked at."""
+ANYTHING = 4
+"""Of so many candidates one is taken at random."""
+
+
+@derived_object
+class RankedSearch(ms.search_strategy.PySearchStrategy):
+    """Every combination of an operation's decisions once, the rule's first."""
+
+    def __init__(self, operation: Sampled, seed: int = 0):
+        super().__init__()
+        self.operation = operation
+        self.seed = seed
+        self.context: Any = None
+        self.model: Any = None
+        self.left: list[dict[str, int]] = []
+        self.trials = 0
+        self.each = 0
+
+    def _initialize_with_tune_context(self, context: ms.TuneContext) -> None:
+        self.context = context
+
+    def pre_tuning(
+        self, max_trials: int, num_trials_per_iter: int, design_spaces: Any, *rest: Any
+    ) -> None:
+        self.left = list(combinations(self.operation, self.seed))
+        self.trials, self.each = max_trials, num_trials_per_iter
+        self.model = rest[1] if len(rest) > 1 else None
+
+    def post_tuning(self) -> None:
+        self.left = []
+
+    def generate_measure_candidates(self) -> list[ms.MeasureCandidate] | None:
+        count = min(self.each, self.trials, len(self.left))
+        if not count:
+            return None
+        self.trials -= count
+        chosen = set(self._order(count))
+        taken = [decided for i, decided in enumerate(self.left) if i in chosen]
+        self.left = [decided for i, decided in enumerate(self.left) if i not in chosen]
+        return [candidate(self.operation, decided) for decided in taken]
+
+    def _order(self, count: int) -> list[int]:
+        """Indices of the next `count`: the model's favourites, and some at random."""
+        random = Random(f"{self.seed} {len(self.left)}")
+        if len(self.left) <= count or self.model is None:
+            return list(range(count))
+        lot = random.sample(range(1, len(self.left)), min(len(self.left) - 1, 8 * count))
+        scores = self.model.predict(
+            self.context, [candidate(self.operation, self.left[i]) for i in lot]
+        )
+        ranked = [index for _, index in sorted(zip(-scores, lot, strict=True))]
+        free = max(1, count // ANYTHING)
+        return [*ranked[: count - free], *random.sample(ranked[count - free :], free)]
+
+    def notify_runner_results(self, candidates: Any, results: Any) -> None:
+        """The cost model learns by MetaSchedule's own callback."""
+
+    def clone(self) -> "RankedSearch":
+        return RankedSearch(self.operation, self.seed)
+
+
+def combinations(operation: Sampled, seed: int) -> Iterator[dict[str, int]]:
+    """What can be decided, in random order behind the rule's; a part of very large spaces."""
+    first, *others = islice(operation.combinations(), MOST_COMBINATIONS)
+    Random(seed).shuffle(others)
+    yield first
+    yield from others
+
+
+def candidate(operation: Sampled, decided: dict[str, int]) -> ms.MeasureCandidate:
+    schedule, _ = operation.schedule(decided)
+    return ms.MeasureCandidate(schedule, arguments(operation))
+
+
+def arguments(operation: Sampled) -> list[Any]:
+    """Shapes and types of an operation's buffers, as MetaSchedule's runners want them."""
+    made: Iterable[Any] = ms.arg_info.ArgInfo.from_entry_func(operation.mod, remove_preproc=False)
+    return list(made)

@@ -8,14 +8,20 @@ from cpu_kernels import CPU, run
 from test_schedules_cpu import normal, quantized
 
 from bitmtp_tvm.cards import card_of
-from bitmtp_tvm.databases import TUNING_RECORDS, WORKLOADS, read_database, with_record
+from bitmtp_tvm.databases import (
+    TUNING_RECORDS,
+    WORKLOADS,
+    read_database,
+    recorded_decisions,
+    with_record,
+)
 from bitmtp_tvm.databases import write_database as write
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.records import DeviceInfo, Key, Record, Records, write_device_info
 from bitmtp_tvm.specialize import bind_dims
 from bitmtp_tvm.targets import get_target, tvm_target
 from bitmtp_tvm.tuned import Origin, Tuned
-from relax_models import ops
+from relax_models import attention_ops, choose_ops, ops
 from relax_models.formats import pack
 from schedules import rule, sampled
 from schedules.space import choices
@@ -209,6 +215,44 @@ def test_decisions_of_another_space_are_refused(tmp_path):
 def test_a_decision_that_the_space_does_not_have(decided):
     with pytest.raises(ValueError, match="grain"):
         operation(norm()).function(decided)
+
+
+OPERATIONS = [
+    ops.embed(50, 72),
+    ops.final_norm(72, EPS),
+    ops.gated_norm_quantize(72, EPS),
+    ops.gated_quantize(256, 128),
+    ops.greedy(50),
+    ops.head(50, 72),
+    ops.low_bit_embed(50, 256, "llvm", "binary-g128"),
+    ops.low_bit_linear((24, 16), 256, "llvm", "bitnet-ternary", residual=True),
+    ops.low_bit_linear((24, 16), 256, "llvm", "ternary-g128"),
+    ops.low_bit_linear((24, 16), 256, "llvm", "binary-g128"),
+    ops.norm_quantize(256, EPS, 128),
+    ops.qk_norm(4, 2, 16, EPS),
+    ops.quantize(256, 128),
+    ops.rope_kv_write(4, 2, 16, 20, 24),
+    attention_ops.attention(4, 2, 16, 24, False),
+    attention_ops.attention(4, 2, 16, 24, True),
+    choose_ops.softmax_parts(50),
+]
+
+
+def test_every_space_finds_its_records_again(tmp_path):
+    """Through the files: what TVM reads back must be what it wrote."""
+    found = [operation(bind_dims(func, {"width": 4, "rows": 4})) for func in OPERATIONS]
+    spaces = {op for op, entry in rule.RULES["llvm"].items() if isinstance(entry, sampled.Space)}
+    assert {one.work.op for one in found} == spaces
+    database = read_database(tmp_path)
+    for one in found:
+        last = {name: values[-1] for name, values in one.schedule()[1].values.items()}
+        database = with_record(database, one, CPU, last, 1e-6)
+    write(tmp_path, database)
+    again = read_database(tmp_path)
+    assert len(again) == len(found)
+    for one in found:
+        decided = recorded_decisions(again, one, CPU, tmp_path)
+        assert decided == {name: values[-1] for name, values in one.schedule()[1].values.items()}
 
 
 def test_an_operation_without_a_choice_is_fixed():

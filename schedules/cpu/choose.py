@@ -258,7 +258,7 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
         confidence: T.Buffer((rows,), "float32"),
         logprob: T.Buffer((rows,), "float32"),
     ):
-        for i in range(rows):
+        for i in T.parallel(rows):
             with T.sblock("choose"):
                 row = T.axis.spatial(rows, i)
                 peak = T.sblock_alloc_buffer((1,), "float32", scope="local")

@@ -2,10 +2,10 @@
 
 Its own searches draw decisions at random and change some of them. The spaces here are small, so
 every combination is known: what is measured next is what the cost model thinks fastest, and every
-fourth something that it was not asked about.
+fourth something at random. The rule is measured before any search.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from random import Random
 from typing import Any
@@ -19,11 +19,13 @@ MOST_COMBINATIONS = 4096
 """Of a larger space a part is looked at."""
 ANYTHING = 4
 """Of so many candidates one is taken at random."""
+LOT = 8
+"""For one that is taken so many are scored."""
 
 
 @derived_object
 class RankedSearch(ms.search_strategy.PySearchStrategy):
-    """Every combination of an operation's decisions once, the rule's first."""
+    """Every combination of an operation's decisions, each once."""
 
     def __init__(self, operation: Sampled, seed: int = 0):
         super().__init__()
@@ -53,29 +55,40 @@ class RankedSearch(ms.search_strategy.PySearchStrategy):
         if not count:
             return None
         self.trials -= count
-        chosen = set(self._order(count))
+        chosen = set(next_ones(len(self.left), count, self._score, self.seed))
         taken = [decided for i, decided in enumerate(self.left) if i in chosen]
         self.left = [decided for i, decided in enumerate(self.left) if i not in chosen]
         return [candidate(self.operation, decided) for decided in taken]
 
-    def _order(self, count: int) -> list[int]:
-        """Indices of the next `count`: the model's favourites, and some at random."""
-        random = Random(f"{self.seed} {len(self.left)}")
-        if len(self.left) <= count or self.model is None:
-            return list(range(count))
-        lot = random.sample(range(1, len(self.left)), min(len(self.left) - 1, 8 * count))
-        scores = self.model.predict(
-            self.context, [candidate(self.operation, self.left[i]) for i in lot]
-        )
-        ranked = [index for _, index in sorted(zip(-scores, lot, strict=True))]
-        free = max(1, count // ANYTHING)
-        return [*ranked[: count - free], *random.sample(ranked[count - free :], free)]
+    def _score(self, indices: Sequence[int]) -> Sequence[float]:
+        """How good the cost model thinks each is."""
+        if self.model is None:
+            return [0.0] * len(indices)
+        candidates = [candidate(self.operation, self.left[i]) for i in indices]
+        return [float(score) for score in self.model.predict(self.context, candidates)]
 
     def notify_runner_results(self, candidates: Any, results: Any) -> None:
         """The cost model learns by MetaSchedule's own callback."""
 
     def clone(self) -> "RankedSearch":
         return RankedSearch(self.operation, self.seed)
+
+
+def next_ones(
+    left: int, count: int, score: Callable[[Sequence[int]], Sequence[float]], seed: int
+) -> list[int]:
+    """Indices of the next `count` of `left` candidates: the best by `score`, and some at random.
+
+    Of many only a part is scored.
+    """
+    if left <= count:
+        return list(range(left))
+    random = Random(f"{seed} {left}")
+    lot = random.sample(range(left), min(left, LOT * count))
+    scores = dict(zip(lot, score(lot), strict=True))
+    ranked = sorted(lot, key=lambda index: -scores[index])
+    free = count // ANYTHING
+    return [*ranked[: count - free], *random.sample(ranked[count - free :], free)]
 
 
 def combinations(operation: Sampled, seed: int) -> Iterator[dict[str, int]]:

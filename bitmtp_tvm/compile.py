@@ -4,7 +4,7 @@ import argparse
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.manifest import (
-    KernelRecord,
     KVLayout,
     Manifest,
     MemoryPlan,
@@ -24,7 +23,7 @@ from bitmtp_tvm.manifest import (
     TokenizerInfo,
     allocated,
 )
-from bitmtp_tvm.records import FIXED, MEASURED, tuning_folder
+from bitmtp_tvm.records import records_folder
 from bitmtp_tvm.report import print_report
 from bitmtp_tvm.targets import TARGETS, Target, get_target, with_buckets
 from relax_models.quantizers import QUANTIZERS
@@ -42,8 +41,6 @@ TOKENIZER = "tokenizer.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 MOST_CONTEXT = 1 << 20
 """Longest context in tokens: the rotary table and the KV storage grow with it."""
-MOST_NAMES = 5
-"""Kernels that one message names."""
 
 
 @dataclass(frozen=True)
@@ -163,14 +160,15 @@ def compile_model(options: CompileOptions) -> Manifest:
     # Before anything imports TVM, which would come up without its CUDA part, and before the work.
     require_compilers(plan.target.kind)
     from bitmtp_tvm.build import build
+    from bitmtp_tvm.tuned import Tuned, require_tuned
 
-    tuned = open_records(plan.target, options.records)
+    tuned = Tuned.open(records_folder(plan.target, options.records), plan.target)
     with write_artifact(plan.directory) as folder, phases() as say:
         say("reading and packing the checkpoint")
         shards = write_shards(plan, folder)
         lowered = lower_model(plan, options, say, tuned)
         if options.require_tuned:
-            require_tuned(lowered.kernels, plan.target)
+            require_tuned(lowered.kernels, plan.target.name)
         manifest = make_manifest(plan, lowered, shards)
         text = manifest.to_json()
         (folder / MANIFEST).write_text(text)
@@ -263,26 +261,6 @@ def write_shards(plan: Plan, folder: Path) -> tuple[Shard, ...]:
     tensors = pack_parameters(plan.checkpoint, plan.target.kind, plan.context)
     bar = tqdm(tensors, "packing", total=len(specs), unit=" tensors", leave=False)
     return tuple(Shard(**record) for record in write_parameters(folder, bar))  # type: ignore[arg-type]
-
-
-def open_records(target: Target, folder: Path | None) -> "Tuned":
-    """The records in `folder`, or those of the target; `BitMTPError` where they are damaged."""
-    from bitmtp_tvm.tuned import Tuned
-
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"--records {folder} is no folder")
-    return Tuned.open(folder or tuning_folder(target.name), target)
-
-
-def require_tuned(kernels: Sequence[KernelRecord], target: Target) -> None:
-    """Raise `BitMTPError` unless every kernel was measured on `target` or has nothing to choose."""
-    missing = [kernel.name for kernel in kernels if kernel.provenance not in (MEASURED, FIXED)]
-    if missing:
-        names = ", ".join(missing[:MOST_NAMES]) + (", …" if len(missing) > MOST_NAMES else "")
-        raise BitMTPError(
-            f"{len(missing)} of {len(kernels)} kernels were not measured on {target.name} "
-            f"({names}): tune them, or leave out --require-tuned"
-        )
 
 
 def symbolic_model(plan: Plan) -> "IRModule":

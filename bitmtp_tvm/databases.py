@@ -41,7 +41,7 @@ def read_database(folder: Path) -> ms.database.Database:
             workload = workloads[_index(index, len(workloads))]
             found.commit_tuning_record(ms.database.TuningRecord.from_json(body, workload))
         except Exception as fault:
-            raise damaged(paths[1], f"line {number}: {_first_line(fault)}") from fault
+            raise damaged(paths[1], f"line {number}: {first_line(fault)}") from fault
     return found
 
 
@@ -62,7 +62,7 @@ def _workload(line: Any, database: ms.database.Database, path: Path) -> ms.datab
             raise ValueError("a module does not have its hash")
         return database.commit_workload(mod)
     except Exception as fault:
-        raise damaged(path, _first_line(fault)) from fault
+        raise damaged(path, first_line(fault)) from fault
 
 
 def _index(value: Any, count: int) -> int:
@@ -71,7 +71,8 @@ def _index(value: Any, count: int) -> int:
     return value
 
 
-def _first_line(fault: BaseException) -> str:
+def first_line(fault: BaseException) -> str:
+    """What an error of TVM says first; the rest is its stack."""
     return next((line for line in str(fault).splitlines() if line.strip()), type(fault).__name__)
 
 
@@ -144,5 +145,5 @@ def recorded_decisions(
     except Exception as fault:
         raise BitMTPError(
             f"{folder / TUNING_RECORDS} does not fit {operation.work.op} any more "
-            f"({_first_line(fault)}): remove it, or tune again"
+            f"({first_line(fault)}): remove it, or tune again"
         ) from fault

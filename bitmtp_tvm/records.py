@@ -14,10 +14,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.manifest import decode
 
 if TYPE_CHECKING:
+    from bitmtp_tvm.targets import Target
     from schedules.space import Card
     from schedules.workload import Workload
 
@@ -34,6 +35,13 @@ def tuning_folder(target_name: str) -> Path:
     """Where this installation keeps the records of a target: `tuning_logs` lies beside the
     packages, in a clone and in a wheel alike."""
     return Path(__file__).parents[1] / "tuning_logs" / target_name
+
+
+def records_folder(target: "Target", given: Path | None) -> Path:
+    """The folder that a command was given, which must be there, or that of the target."""
+    if given is not None and not given.is_dir():
+        raise UsageError(f"--records {given} is no folder")
+    return given or tuning_folder(target.name)
 
 
 @dataclass(frozen=True, order=True)

@@ -10,8 +10,9 @@ from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target as TVMTarget
 
 from bitmtp_tvm.cards import card_of
-from bitmtp_tvm.databases import read_database, recorded_decisions
+from bitmtp_tvm.databases import first_line, read_database, recorded_decisions
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.records import (
     DEVICE,
     FIXED,
@@ -28,6 +29,9 @@ from schedules import rule
 from schedules.sampled import Sampled
 from schedules.space import LARGE_CARD, Card, Choice, Template, has_choice, ruled
 from schedules.workload import Workload
+
+MOST_NAMES = 5
+"""Kernels that one message names."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ class Tuned:
                 raise
             raise BitMTPError(
                 f"{self.records.folder} has a record for {func.attrs['bitmtp.op']} that its kernel "
-                f"refuses ({origin.template} {origin.arguments}: {fault}): tune again"
+                f"refuses ({origin.template} {origin.arguments}: {first_line(fault)}): tune again"
             ) from fault
         return made, origin
 
@@ -146,3 +150,14 @@ class Tuned:
         assert self.records.device
         source = self.records.device.target
         return Origin(MEASURED if source == self.target else TRANSFERRED, source, "", found)
+
+
+def require_tuned(kernels: Sequence[KernelRecord], target: str) -> None:
+    """Raise `BitMTPError` unless every kernel was measured on `target` or has nothing to choose."""
+    missing = [kernel.name for kernel in kernels if kernel.provenance not in (MEASURED, FIXED)]
+    if missing:
+        names = ", ".join(missing[:MOST_NAMES]) + (", …" if len(missing) > MOST_NAMES else "")
+        raise BitMTPError(
+            f"{len(missing)} of {len(kernels)} kernels were not measured on {target} ({names}): "
+            "tune them, or leave out --require-tuned"
+        )

@@ -7,7 +7,7 @@ gained is in the folder's database before the next begins, so that an interrupti
 import importlib.util
 import logging
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -256,3 +256,9 @@ def _quiet() -> None:
     """MetaSchedule tells the log about every trial."""
     for name in ("tvm.s_tir.meta_schedule", __name__):
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def total(outcomes: Iterable[Outcome]) -> tuple[float, float]:
+    """Seconds of one run of every task: by the rule, and by the best that was found."""
+    found = list(outcomes)
+    return sum(outcome.ruled for outcome in found), sum(outcome.best for outcome in found)

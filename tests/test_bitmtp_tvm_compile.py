@@ -266,7 +266,7 @@ def test_measured_kernels_are_counted_and_can_be_required(odd, tmp_path, capsys)
     measured, fixed = manifest.counts["measured"], manifest.counts["fixed"]
     assert measured + fixed == len(manifest.kernels)
     assert f"({measured} measured on cpu, {fixed} fixed)" in out
-    assert "embed_w2: lanes=2 grain=1 (measured on cpu)" in out
+    assert "embed_w2: lanes=8 grain=1 (measured on cpu)" in out
     session = Session(open_artifact(tmp_path / "out"))
     twin = ReferenceModel.from_checkpoint(open_checkpoint(odd), 8)
     logits = twin.forward([3, 4], [0, 1], 0, None, twin.new_cache(8, half=True))

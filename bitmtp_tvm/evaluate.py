@@ -13,6 +13,7 @@ from bitmtp_tvm.bench import layout_name, several
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.modes import MODES
+from bitmtp_tvm.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from bitmtp_tvm.evaluation.work import Work
@@ -30,6 +31,8 @@ class EvaluateOptions:
     length: int = 512
     anchors: int = 32
     device: str = "auto"
+    quant: str | None = None
+    quant_threshold: float | None = None
     prompts: Path | None = None
     completions: int = 50
     prompt_tokens: int = 64
@@ -77,6 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--artifact", type=Path, metavar="DIR", help="a compiled model")
     what.add_argument(
         "--device", default=defaults.device, metavar="NAME", help="of --model: auto, cpu, cuda, …"
+    )
+    what.add_argument("--quant", metavar="RULE", help="of a Bonsai checkpoint, as in compile")
+    what.add_argument(
+        "--quant-threshold", type=float, metavar="T", help="of that rule, as in compile"
     )
     what.add_argument("--seed", type=natural, default=0, metavar="N", help="default 0")
     _add_text(parser.add_argument_group("held-out text"), defaults)
@@ -245,7 +252,9 @@ def about(options: EvaluateOptions) -> dict[str, object]:
 
 
 def check(options: EvaluateOptions) -> None:
-    """Options that do not go together, each a `UsageError`."""
+    """Options that do not go together or cannot be served, each a `UsageError`."""
+    for value in options.temperatures:
+        SamplingOptions(temperature=value)
     if options.model is None and options.artifact is None:
         raise UsageError("there is nothing to evaluate: give --model, --artifact or both")
     if options.baseline is not None and options.model is None:

@@ -133,40 +133,55 @@ def _dtype(path: Path, vocab_size: int) -> np.dtype[Any]:
     return DTYPES[name]
 
 
-def windows(tokens: np.ndarray, length: int, count: int, seed: int) -> np.ndarray:
-    """At most `count` windows `(N, length)` int64 that share no token, in the order of the text.
+def documents(tokens: np.ndarray, vocabulary: Vocabulary) -> list[np.ndarray]:
+    """The tokens cut where a document begins: at a `bos`, or behind an end token without one."""
+    if vocabulary.bos is not None:
+        cuts = np.flatnonzero(tokens == vocabulary.bos)
+    else:
+        cuts = np.flatnonzero(np.isin(tokens, list(vocabulary.ends))) + 1
+    return [part for part in np.split(tokens, cuts) if len(part)]
 
-    Drawn from the text cut into pieces of `length`. Raises `UsageError` for a text that is shorter
-    than one window.
+
+def _pieces(tokens: np.ndarray, length: int, vocabulary: Vocabulary) -> np.ndarray:
+    """`(N, length)`: every document from its beginning on; what is left behind is dropped."""
+    whole = [part[: len(part) // length * length] for part in documents(tokens, vocabulary)]
+    return np.concatenate([*whole, tokens[:0]]).reshape(-1, length)
+
+
+def _draw(pieces: np.ndarray, count: int, seed: int) -> np.ndarray:
+    """At most `count` of the pieces, in the order of the text."""
+    return pieces[np.sort(np.random.default_rng(seed).permutation(len(pieces))[:count])]
+
+
+def windows(
+    tokens: np.ndarray, length: int, count: int, seed: int, vocabulary: Vocabulary
+) -> np.ndarray:
+    """At most `count` windows `(N, length)` int64 that share no token, each out of one document.
+
+    So no row sees another document, as in training. Raises `UsageError` where no document is so
+    long.
     """
-    pieces = len(tokens) // length
-    if not pieces:
+    pieces = _pieces(tokens, length, vocabulary)
+    if not len(pieces):
         raise UsageError(
-            f"the held-out text has {len(tokens)} tokens, fewer than one window of {length}: give "
-            "more text, or a smaller --length"
+            f"the held-out text, {len(tokens)} tokens, has no document of {length}: give more "
+            "text, or a smaller --length"
         )
-    chosen = np.sort(np.random.default_rng(seed).permutation(pieces)[:count])
-    return tokens[: pieces * length].reshape(pieces, length)[chosen]
+    return _draw(pieces, count, seed)
 
 
 def prompts(
     tokens: np.ndarray, length: int, count: int, seed: int, vocabulary: Vocabulary
 ) -> list[list[int]]:
-    """At most `count` pieces of `length` tokens, each out of one document.
-
-    A piece may begin with `bos`, and has it and the end tokens nowhere else; with a `bos` it always
-    begins with it, as a prompt does. Raises `UsageError` where the text has no such piece.
-    """
-    pieces = tokens[: len(tokens) // length * length].reshape(-1, length)
-    ends = np.isin(pieces, list(vocabulary.ends)).any(1)
-    begins = (pieces[:, 1:] == (-1 if vocabulary.bos is None else vocabulary.bos)).any(1)
-    whole = pieces[~ends & ~begins]
-    if not len(whole):
+    """At most `count` pieces of `length` tokens, each out of one document and without its end; with
+    a `bos` in front where the model's prompts have one. Raises `UsageError` as `windows` does."""
+    pieces = _pieces(tokens, length, vocabulary)
+    pieces = pieces[~np.isin(pieces, list(vocabulary.ends)).any(1)]
+    if not len(pieces):
         raise UsageError(
-            f"the held-out text has no piece of {length} tokens inside one document to use as a "
-            "prompt: give more text, or a smaller --prompt-tokens"
+            f"the held-out text, {len(tokens)} tokens, has no document of {length} to take a "
+            "prompt from: give more text, or a smaller --prompt-tokens"
         )
-    chosen = np.sort(np.random.default_rng(seed).permutation(len(whole))[:count])
-    found = [piece.tolist() for piece in whole[chosen]]
     first = [] if vocabulary.bos is None else [vocabulary.bos]
+    found = [piece.tolist() for piece in _draw(pieces, count, seed)]
     return [piece if piece[:1] == first else first + piece for piece in found]

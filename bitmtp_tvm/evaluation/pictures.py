@@ -74,7 +74,7 @@ def _lines(axes: Any, found: Sequence[Calibration]) -> None:
     axes.set_ylim(0, 1)
     axes.tick_params(labelbottom=False)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=7, loc="upper left")
+    axes.legend(frameon=False, fontsize=7, loc="lower right")
 
 
 def _shares(axes: Any, found: Sequence[Calibration]) -> None:

@@ -59,7 +59,7 @@ class Report:
         return "\n\n".join([*(table.text() for table in self.tables()), *self.lines()])
 
     def markdown(self) -> str:
-        named = [f"- {name}: `{value}`" for name, value in self.about.items() if value]
+        named = [f"- {name}: `{_said(value)}`" for name, value in self.about.items() if value]
         tables = [table.markdown() for table in self.tables()]
         sentences = [f"{line[:1].upper()}{line[1:]}.\n" for line in self.lines()]
         return "\n".join(["## Evaluation\n", *named, "", *tables, *sentences])
@@ -79,18 +79,24 @@ class Report:
         made = []
         blocks = self.predictions[0].blocks if self.predictions else None
         if blocks:
-            name = self.predictions[0].model
+            name = Path(self.predictions[0].model).name
             draw_reliability(folder / RELIABILITY, blocks, f"{name}: confidence of mask rows")
             draw_mask_rows(folder / MASKS, blocks, f"{name}: mask rows")
             made += [folder / RELIABILITY, folder / MASKS]
         if self.completions:
-            title = f"{self.about.get('artifact', '')}: completions of held-out prompts"
+            title = f"{Path(str(self.about['artifact'])).name}: completions of held-out prompts"
             draw_modes(folder / MODES, self.completions, title)
             made.append(folder / MODES)
         return made
 
     def write_json(self, path: Path) -> None:
         write_text(path, json.dumps(self.to_dict(), indent=1, sort_keys=True) + "\n")
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {part}" for name, part in value.items() if part)
+    return ", ".join(value) if isinstance(value, list) else str(value)
 
 
 def check_outputs(paths: Sequence[Path | None]) -> None:

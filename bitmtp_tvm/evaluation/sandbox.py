@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
+MOST_ANSWER = 1 << 16
 OUTCOMES = ("passed", "wrong", "error", "timeout", "memory", "killed")
 
 
@@ -54,23 +55,31 @@ def run_program(program: str, limits: Limits) -> Outcome:
         "memory": limits.memory,
         "seconds": int(limits.seconds) + 1,
     }
-    with tempfile.TemporaryDirectory(prefix="bitmtp-sandbox-") as folder:
+    # Files and no pipes: who holds the other end of a pipe could keep this process waiting.
+    with (
+        tempfile.TemporaryDirectory(prefix="bitmtp-sandbox-") as folder,
+        tempfile.TemporaryFile() as question,
+        tempfile.TemporaryFile() as answer,
+    ):
+        question.write(json.dumps(request).encode())
+        question.seek(0)
         child = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=question,
+            stdout=answer,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath},
             start_new_session=True,
         )
         try:
-            answer, _ = child.communicate(json.dumps(request).encode(), limits.seconds)
+            child.wait(limits.seconds)
         except subprocess.TimeoutExpired:
             return Outcome("timeout", f"{limits.seconds:g} s")
         finally:
             _end(child)
-    return _outcome(answer, token, child.returncode)
+        answer.seek(0)
+        return _outcome(answer.read(MOST_ANSWER), token, child.returncode)
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
@@ -78,10 +87,6 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)
     child.kill()
-    for stream in (child.stdin, child.stdout):
-        if stream:
-            with suppress(OSError):
-                stream.close()
     child.wait()
 
 

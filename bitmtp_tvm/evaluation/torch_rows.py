@@ -17,7 +17,9 @@ ROWS_AT_ONCE = 1 << 13
 """Rows of a forward, all windows of a batch together; a GPU is full with that."""
 
 
-def open_torch(directory: Path, device: str) -> "TorchRows":
+def open_torch(
+    directory: Path, device: str, quant: str | None, quant_threshold: float | None
+) -> "TorchRows":
     """The checkpoint in `directory` on `device` ("auto", "cpu", "cuda", "cuda:1", …).
 
     Raises `BitMTPError` without PyTorch and for a checkpoint that does not load, `UsageError` for a
@@ -40,7 +42,8 @@ def open_torch(directory: Path, device: str) -> "TorchRows":
     except (RuntimeError, AssertionError) as fault:
         first = str(fault).partition("\n")[0]
         raise UsageError(f"PyTorch has no device {device!r} here ({first}): try cpu") from fault
-    return TorchRows(load(directory).to(place), str(directory))
+    model = load(directory, quant=quant, quant_threshold=quant_threshold)
+    return TorchRows(model.to(place), str(directory))
 
 
 class TorchRows:

@@ -12,7 +12,7 @@ from bitmtp_tvm.evaluation import held_out
 from bitmtp_tvm.evaluation.checkpoint import open_checkpoint_rows
 from bitmtp_tvm.evaluation.completions import Sampling, complete
 from bitmtp_tvm.evaluation.held_out import Vocabulary, read_held_out
-from bitmtp_tvm.evaluation.human_eval import read_problems, solve
+from bitmtp_tvm.evaluation.human_eval import Problem, read_problems, solve
 from bitmtp_tvm.evaluation.prediction import Prediction, compare, measure
 from bitmtp_tvm.evaluation.progress import counted
 from bitmtp_tvm.evaluation.report import Report
@@ -39,6 +39,8 @@ class Work:
     length: int
     anchors: int
     device: str
+    quant: str | None
+    quant_threshold: float | None
     prompts: Path | None
     completions: int
     prompt_tokens: int
@@ -55,21 +57,18 @@ class Work:
     def fill(self, report: Report) -> None:
         """Measure everything that was asked for; what cannot be served is refused before."""
         problems = read_problems(self.problems) if self.human_eval else []
+        wanted = self._settings() if self.compiled else []
+        windows = self._windows() if self.data and self.windows else None
+        baseline = self._baseline() if self.baseline else None
+        prompts = self._prompts() if self.compiled else []
         if self.compiled:
             report.about.update(self.compiled.about())
-        texts = self._prompts() if self.compiled else []
-        wanted = self._settings() if self.compiled else []
-        if self.data and self.windows:
-            self._predict(report)
-        if self.compiled and texts:
-            self._complete(report, texts, wanted)
-        if self.compiled and problems:
-            engine = self.compiled.engine
-            ids = [engine.encode(problem.prompt) for problem in problems]
-            sampling = Sampling(0.0, self.seed)
-            report.human_eval = solve(
-                engine, problems, ids, wanted, sampling, SOLUTION_TOKENS, Limits()
-            )
+        if windows is not None:
+            self._predict(report, windows, baseline)
+        if prompts:
+            self._complete(report, prompts, wanted)
+        if problems:
+            self._solve(report, problems, wanted)
 
     @cached_property
     def compiled(self) -> CompiledModel | None:
@@ -77,7 +76,10 @@ class Work:
 
     @cached_property
     def checkpoint(self) -> tuple[RowModel, Vocabulary] | None:
-        return open_checkpoint_rows(self.model, self.device) if self.model else None
+        return self._open(self.model) if self.model else None
+
+    def _open(self, directory: Path) -> tuple[RowModel, Vocabulary]:
+        return open_checkpoint_rows(directory, self.device, self.quant, self.quant_threshold)
 
     @cached_property
     def source(self) -> RowModel:
@@ -100,16 +102,23 @@ class Work:
     def tokens(self) -> np.ndarray:
         return read_held_out(self.data, self.vocabulary)
 
-    def _predict(self, report: Report) -> None:
+    def _windows(self) -> np.ndarray:
         check_length(self.source, self.length)
-        windows = held_out.windows(self.tokens, self.length, self.windows, self.seed)
+        choose_anchors(1, self.length, self.source.masks, self.anchors, self.seed)
+        return held_out.windows(self.tokens, self.length, self.windows, self.seed, self.vocabulary)
+
+    def _baseline(self) -> RowModel:
+        assert self.baseline is not None
+        found, _ = self._open(self.baseline)
+        check_same_tokens(self.source, found)
+        check_length(found, self.length)
+        return found
+
+    def _predict(self, report: Report, windows: np.ndarray, baseline: RowModel | None) -> None:
         found = self._measure(self.source, windows, self.anchors)
         report.predictions.append(found)
-        if self.baseline is None:
+        if baseline is None:
             return
-        baseline, _ = open_checkpoint_rows(self.baseline, self.device)
-        check_same_tokens(self.source, baseline)
-        check_length(baseline, self.length)
         # Its mask rows, if it has any, mean nothing.
         plain = self._measure(baseline, windows, 0)
         report.predictions.append(plain)
@@ -163,3 +172,14 @@ class Work:
                 self.max_new_tokens,
                 self.source.nll,
             )
+
+    def _solve(
+        self, report: Report, problems: Sequence[Problem], wanted: Sequence[Setting]
+    ) -> None:
+        assert self.compiled is not None
+        engine = self.compiled.engine
+        prompts = [engine.encode(problem.prompt) for problem in problems]
+        sampling = Sampling(0.0, self.seed)
+        report.human_eval = solve(
+            engine, problems, prompts, wanted, sampling, SOLUTION_TOKENS, Limits()
+        )

@@ -14,7 +14,7 @@ from twin_session import CHEAP_ROWS, mtp_of
 from bitmtp_tvm import engine as engine_module
 from bitmtp_tvm import evaluate as command
 from bitmtp_tvm.engine import Parts
-from bitmtp_tvm.evaluation import sources, work
+from bitmtp_tvm.evaluation import checkpoint, sources
 from bitmtp_tvm.evaluation.held_out import Vocabulary
 from bitmtp_tvm.evaluation.torch_rows import TorchRows
 from bitmtp_tvm.manifest import TokenizerInfo
@@ -37,7 +37,7 @@ def held_out(count):
     """So many documents as the model writes them, without a start or an end token inside."""
     texts = [written(FakeModel(200), 30, first) for first in range(1, 48)]
     whole = [[0, *text] for text in texts if not {0, 48} & set(text)]
-    return sum(whole[:count], [])
+    return [token for text in whole[:count] for token in text]
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def evaluate(monkeypatch, tmp_path, capsys):
     opened = SimpleNamespace(manifest=manifest, tokenizer=None)
     monkeypatch.setattr(sources, "open_artifact", lambda directory: opened)
     monkeypatch.setattr(engine_module, "open_parts", lambda directory, progress, graph: parts)
-    monkeypatch.setattr(work, "open_checkpoint_rows", checkpoints)
+    monkeypatch.setattr(checkpoint, "open_checkpoint_rows", checkpoints)
 
     def run(*arguments):
         code = command.main([*arguments])

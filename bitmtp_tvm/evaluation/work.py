@@ -9,7 +9,6 @@ import numpy as np
 
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.evaluation import held_out
-from bitmtp_tvm.evaluation.checkpoint import open_checkpoint_rows
 from bitmtp_tvm.evaluation.completions import Sampling, complete
 from bitmtp_tvm.evaluation.held_out import Vocabulary, read_held_out
 from bitmtp_tvm.evaluation.human_eval import Problem, read_problems, solve
@@ -79,6 +78,9 @@ class Work:
         return self._open(self.model) if self.model else None
 
     def _open(self, directory: Path) -> tuple[RowModel, Vocabulary]:
+        # Here and not above: an artifact is evaluated without what reads checkpoints.
+        from bitmtp_tvm.evaluation.checkpoint import open_checkpoint_rows
+
         return open_checkpoint_rows(directory, self.device, self.quant, self.quant_threshold)
 
     @cached_property

@@ -84,7 +84,7 @@ def test_rows_that_loop_stand_apart(engine):
     assert found[0].every.perplexity is None and found[0].every.against_ar is None
     (table,) = completion_tables(found, 80)
     assert table.rows[0][:4] == ["ar", "-", "-", "-"] and table.rows[0][8] == "2/2"
-    assert "of which ar's text does not loop in 0" in table.notes[0]
+    assert "calm: the 0 of 2 prompts" in table.notes[0]
 
 
 def test_each_prompt_has_draws_of_its_own(engine):

@@ -158,7 +158,7 @@ def test_problems_are_written_executed_and_counted(monkeypatch):
     assert len(executed) == len(set(executed)) == 3
     assert engine.asked[:2] == ["reset", ("ar", 0, 64, STOPS, 0.0)]
     table = human_eval_table([plain, hybrid])
-    assert table.rows[0][:3] == ["ar", "0.500 (0.000-1.000)", "1"]
+    assert table.rows[0][:3] == ["ar", "0.500 (0.095-0.905)", "1"]
     assert hybrid.to_dict()["outcomes"]["passed"] == 2
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bitmtp_tvm.evaluation.calibration import BINS, calibrate
-from bitmtp_tvm.evaluation.intervals import Bootstrap, Estimate
+from bitmtp_tvm.evaluation.intervals import Bootstrap, Estimate, share
 from bitmtp_tvm.evaluation.prediction import compare, judged, measure
 from bitmtp_tvm.evaluation.rows import WindowRows
 
@@ -37,6 +37,16 @@ def test_nineteen_of_twenty_intervals_hold_the_truth(rng):
         found = Bootstrap(40, seed).ratio(sample, np.ones(40))
         inside += found.low <= 0.3 <= found.high
     assert 51 <= inside <= 59
+
+
+def test_a_share_has_a_width_at_its_ends():
+    # Wilson, 1927: at 0 hits the upper end is z^2 / (n + z^2).
+    found = share(0, 164)
+    assert (found.value, found.low) == (0, 0)
+    assert found.high == pytest.approx(1.959964**2 / (164 + 1.959964**2))
+    assert share(164, 164).low == pytest.approx(1 - found.high)
+    with pytest.raises(ValueError, match="nothing was tried"):
+        share(0, 0)
 
 
 def test_estimates_in_words():

@@ -33,15 +33,17 @@ class Sampling:
 class Group:
     """All prompts, or those whose text under ar does not loop; `row` adds them up.
 
-    `tokens_per_forward`: the accepted length. `identical`: texts that are those of ar, token for
-    token. `looping`: texts that loop, by `mode_rows.loops`. `unverified`: share of the tokens that
-    were committed without a target. `perplexity`: of the texts under the ar model, at temperature
-    1, and `against_ar`, how many times that of ar's texts; None where nothing was scored.
+    `tokens_per_forward`: the accepted length. `speed`: tokens per second against those of ar.
+    `identical`: texts that are those of ar, token for token. `looping`: texts that loop, by
+    `mode_rows.loops`. `unverified`: share of the tokens that were committed without a target.
+    `perplexity`: of the texts under the ar model, at temperature 1, and `against_ar`, how many
+    times that of ar's texts; None where nothing was scored.
     """
 
     prompts: int
     row: Row
     tokens_per_forward: Estimate
+    speed: float
     identical: int
     looping: int
     unverified: float
@@ -54,6 +56,7 @@ class Group:
             **self.row.to_dict(),
             "prompts": self.prompts,
             "accepted_length": self.tokens_per_forward.to_dict(),
+            "speed_against_ar": round(self.speed, 4),
             "identical_to_ar": self.identical,
             "looping": self.looping,
             "unverified": round(self.unverified, 6),
@@ -177,29 +180,37 @@ def _group(
         return None
     ours, theirs = [runs[i] for i in part], [plain[i] for i in part]
     bootstrap = Bootstrap(len(part), sampling.seed)
-    tokens, forwards, reference = (
-        np.array(values, np.float64)
-        for values in (
-            [run.stats.new_tokens for run in ours],
-            [run.stats.forwards for run in ours],
-            [run.stats.new_tokens for run in theirs],
-        )
-    )
+    texts = [run.token_ids for run in theirs]
+    row, ar = (summary(setting, some, texts, None) for some in (ours, theirs))
     perplexity = against = None
     if nll is not None:
-        mine, ars = (sums[list(part)] for sums in nll)
-        perplexity = bootstrap.statistic(lambda a, n: np.exp(a / n), mine, tokens)
-        against = bootstrap.statistic(
-            lambda a, n, b, m: np.exp(a / n - b / m), mine, tokens, ars, reference
-        )
-    kinds = sum(run.stats.kinds[Kind.UNVERIFIED] for run in ours)
+        sums = nll[0][list(part)], nll[1][list(part)]
+        perplexity, against = _perplexities(bootstrap, sums, _tokens(ours), _tokens(theirs))
+    forwards = np.array([run.stats.forwards for run in ours], np.float64)
+    unverified = sum(run.stats.kinds[Kind.UNVERIFIED] for run in ours)
     return Group(
         len(part),
-        summary(setting, ours, [run.token_ids for run in theirs], None),
-        bootstrap.ratio(tokens, forwards),
-        sum(a.token_ids == b.token_ids for a, b in zip(ours, theirs, strict=True)),
+        row,
+        bootstrap.ratio(_tokens(ours), forwards),
+        row.tokens_per_second / ar.tokens_per_second if ar.tokens_per_second else 0.0,
+        sum(run.token_ids == text for run, text in zip(ours, texts, strict=True)),
         sum(loops(run.token_ids) for run in ours),
-        kinds / tokens.sum() if tokens.sum() else 0.0,
+        unverified / row.tokens if row.tokens else 0.0,
         perplexity,
         against,
+    )
+
+
+def _tokens(runs: Sequence[Generation]) -> np.ndarray:
+    return np.array([run.stats.new_tokens for run in runs], np.float64)
+
+
+def _perplexities(
+    bootstrap: Bootstrap, nll: tuple[np.ndarray, np.ndarray], ours: np.ndarray, ars: np.ndarray
+) -> tuple[Estimate, Estimate]:
+    """Of a setting's texts, and against that of ar's; nll: of both, summed over `ours` and `ars`
+    tokens of each prompt."""
+    return (
+        bootstrap.statistic(lambda a, n: np.exp(a / n), nll[0], ours),
+        bootstrap.statistic(lambda a, n, b, m: np.exp(a / n - b / m), nll[0], ours, nll[1], ars),
     )

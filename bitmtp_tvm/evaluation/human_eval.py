@@ -13,14 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bitmtp_tvm.engine import Engine
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.evaluation.completions import Sampling, run_one
-from bitmtp_tvm.evaluation.intervals import Bootstrap, Estimate
+from bitmtp_tvm.evaluation.intervals import Estimate, share
 from bitmtp_tvm.evaluation.progress import counted
-from bitmtp_tvm.evaluation.sandbox import OUTCOMES, Limits, Outcome, run_programs
+from bitmtp_tvm.evaluation.sandbox import OUTCOMES, PASSED, Limits, Outcome, run_programs
 from bitmtp_tvm.mode_rows import Row, Setting, summary
 
 STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "\n@")
@@ -145,20 +143,18 @@ def solve(
         new = [program for program in dict.fromkeys(programs) if program not in outcomes]
         outcomes |= zip(new, execute(new, limits), strict=True)
         ended = [outcomes[program] for program in programs]
-        found.append(_solved(summary(setting, runs, reference, None), problems, ended, sampling))
+        found.append(_solved(summary(setting, runs, reference, None), problems, ended))
     return found
 
 
-def _solved(
-    row: Row, problems: Sequence[Problem], ended: Sequence[Outcome], sampling: Sampling
-) -> Solved:
-    passed = np.array([outcome.kind == "passed" for outcome in ended], np.float64)
+def _solved(row: Row, problems: Sequence[Problem], ended: Sequence[Outcome]) -> Solved:
     counts = Counter(outcome.kind for outcome in ended)
-    solved = [p.task_id for p, right in zip(problems, passed, strict=True) if right]
+    pairs = zip(problems, ended, strict=True)
+    solved = [problem.task_id for problem, outcome in pairs if outcome.kind == PASSED]
     networks = {outcome.network for outcome in ended} - {""}
     return Solved(
         row,
-        Bootstrap(len(problems), sampling.seed).ratio(passed, np.ones_like(passed)),
+        share(len(solved), len(problems)),
         {kind: counts[kind] for kind in OUTCOMES},
         tuple(solved),
         min(networks, default="unknown") if len(networks) < 2 else "open",

@@ -4,8 +4,10 @@ Efron's percentile bootstrap. What is compared is drawn together, so that a diff
 models on the same windows has the interval of the difference, not of the two.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,16 @@ class Estimate:
         # A minus between two numbers of which one is negative reads badly.
         between = " to " if low.startswith("-") or high.startswith("-") else "-"
         return f"{scale * self.value:.{digits}f} ({low}{between}{high})"
+
+
+def share(hits: int, trials: int) -> Estimate:
+    """A share of independent trials with Wilson's interval, which has a width at 0 and at 1 too."""
+    if trials < 1:
+        raise ValueError("nothing was tried")
+    p, z = hits / trials, NormalDist().inv_cdf((1 + LEVEL) / 2)
+    middle = (p + z * z / (2 * trials)) / (1 + z * z / trials)
+    half = z / (1 + z * z / trials) * math.sqrt(p * (1 - p) / trials + (z / trials) ** 2 / 4)
+    return Estimate(p, max(0.0, middle - half), min(1.0, middle + half))
 
 
 class Bootstrap:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 MOST_ANSWER = 1 << 16
-OUTCOMES = ("passed", "wrong", "error", "timeout", "memory", "killed")
+PASSED = "passed"
+OUTCOMES = (PASSED, "wrong", "error", "timeout", "memory", "killed")
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,11 @@ class CompiledModel:
         return ArtifactRows(cast(LogitSession, self.engine.session), self.masks, self.name)
 
     def about(self) -> dict[str, object]:
-        """The device and its state, for the record."""
+        """The program, the device and its state, for the record."""
         manifest = self.manifest
         return {
             "artifact": self.name,
-            "model": manifest.model,
+            "compiled_model": manifest.model,
             "target": manifest.target,
             "versions": manifest.versions,
             "device_state": device_state(manifest.kind),

@@ -103,10 +103,10 @@ def completion_tables(results: Sequence[ModeResult], tokens: int) -> list[Table]
         every = part[0].every
         header = [
             "mode",
-            "not looping: tokens/forward",
+            "calm: tok/forward",
             "tok/s",
             "perplexity / ar",
-            "all: tokens/forward",
+            "all: tok/forward",
             "tok/s",
             "perplexity / ar",
             "as ar",
@@ -115,11 +115,11 @@ def completion_tables(results: Sequence[ModeResult], tokens: int) -> list[Table]
         ]
         rows = [_completion_row(result) for result in part]
         notes = [
-            f"{every.prompts} prompts, of which ar's text does not loop in "
-            f"{part[0].calm.prompts if part[0].calm else 0}; a text loops when its last "
-            f"{LOOP_TOKENS} tokens repeat with a period of at most {LOOP_PERIOD}",
-            f"tokens/forward is the accepted length; perplexity / ar: of the texts under the ar "
-            f"model, against ar's own; as ar: identical texts; {INTERVAL}",
+            f"calm: the {part[0].calm.prompts if part[0].calm else 0} of {every.prompts} prompts "
+            f"whose text under ar does not loop; a text loops when its last {LOOP_TOKENS} tokens "
+            f"repeat with a period of at most {LOOP_PERIOD}",
+            "tok/forward is the accepted length; perplexity / ar: of the texts under the ar model, "
+            f"against ar's own; as ar: identical texts; {INTERVAL}",
         ]
         found.append(Table(f"Completions of {tokens} tokens, {how}", header, rows, notes))
     return found
@@ -143,7 +143,7 @@ def _speed(group: Group | None) -> list[str]:
     against: Estimate | None = group.against_ar
     return [
         group.tokens_per_forward.text(2),
-        f"{group.row.tokens_per_second:.1f}",
+        f"{group.row.tokens_per_second:.1f} ({group.speed:.2f}x)",
         against.text() if against else "-",
     ]
 
@@ -170,7 +170,8 @@ def human_eval_table(found: Sequence[Solved]) -> Table:
     ]
     networks = " and ".join(sorted({one.network for one in found}))
     notes = [
-        f"{sum(found[0].outcomes.values())} problems, one completion each; {INTERVAL}",
+        f"{sum(found[0].outcomes.values())} problems, one completion each; in brackets: "
+        f"{LEVEL:.0%} Wilson intervals",
         f"the programs ran with the network {networks}",
     ]
     header = ["mode", "pass@1", *kinds, "tokens/forward", "tok/s"]

@@ -62,6 +62,12 @@ class TorchRows:
         )
         self.device = next(model.parameters()).device
 
+    def about(self) -> dict[str, str]:
+        """PyTorch and its device, for the record."""
+        kind = self.device.type
+        name = self.torch.cuda.get_device_name(self.device) if kind == "cuda" else kind
+        return {"torch": str(self.torch.__version__), "torch_device": name}
+
     def rows(self, windows: np.ndarray, anchors: np.ndarray) -> Iterator[WindowRows]:
         """See `RowModel`."""
         count = self.masks.count if self.masks else 0

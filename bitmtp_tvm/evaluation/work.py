@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +22,9 @@ from bitmtp_tvm.evaluation.sources import CompiledModel, check_length, check_sam
 from bitmtp_tvm.generate import read_prompt_file
 from bitmtp_tvm.mode_rows import Setting, settings
 from bitmtp_tvm.modes import resolve
+
+if TYPE_CHECKING:
+    from bitmtp_tvm.evaluation.torch_rows import TorchRows
 
 SOLUTION_TOKENS = 512
 """Of a HumanEval solution at most."""
@@ -60,8 +64,8 @@ class Work:
         windows = self._windows() if self.data and self.windows else None
         baseline = self._baseline() if self.baseline else None
         prompts = self._prompts() if self.compiled else []
-        if self.compiled:
-            report.about.update(self.compiled.about())
+        for part in (self.checkpoint[0] if self.checkpoint else None, self.compiled):
+            report.about.update(part.about() if part else {})
         if windows is not None:
             self._predict(report, windows, baseline)
         if prompts:
@@ -74,10 +78,10 @@ class Work:
         return CompiledModel(self.artifact, self.graph) if self.artifact else None
 
     @cached_property
-    def checkpoint(self) -> tuple[RowModel, Vocabulary] | None:
+    def checkpoint(self) -> "tuple[TorchRows, Vocabulary] | None":
         return self._open(self.model) if self.model else None
 
-    def _open(self, directory: Path) -> tuple[RowModel, Vocabulary]:
+    def _open(self, directory: Path) -> "tuple[TorchRows, Vocabulary]":
         # Here and not above: an artifact is evaluated without what reads checkpoints.
         from bitmtp_tvm.evaluation.checkpoint import open_checkpoint_rows
 

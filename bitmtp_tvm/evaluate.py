@@ -273,6 +273,12 @@ def check(options: EvaluateOptions) -> None:
             raise UsageError(f"--{name} goes with --human-eval")
     if not options.data and not options.prompts and not options.human_eval:
         raise UsageError("there is no held-out text: give --data, --prompts or --human-eval")
+    predicts = options.data and options.windows
+    completes = options.artifact and (options.prompts or (options.data and options.completions))
+    if not predicts and not completes and not options.human_eval:
+        raise UsageError("nothing is left to measure: give --windows above 0, or --artifact")
+    if options.baseline is not None and not predicts:
+        raise UsageError("--baseline is compared on windows of --data: give that, and --windows")
 
 
 if __name__ == "__main__":

@@ -71,9 +71,7 @@ class FakeDecoder(torch.nn.Module):
 
     def _sequence(self, tokens, positions, seen):
         model = self.fake
-        clean = int(np.argmax(tokens == model.mask_token)) or len(tokens)
-        if model.mask_token not in tokens:
-            clean = len(tokens)
+        clean = len(tokens) - int((tokens == model.mask_token).sum())
         digests = model.causal(tokens[:clean].tolist())
         made = []
         for row, position in enumerate(positions.tolist()):

@@ -56,7 +56,9 @@ def evaluate(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(engine_module, "open_parts", lambda directory, progress, graph: parts)
     monkeypatch.setattr(checkpoint, "open_checkpoint_rows", checkpoints)
 
-    def run(*arguments):
+    def run(*arguments, mtp=True):
+        if not mtp:
+            opened.manifest = replace(manifest, config={**config, "mtp": None})
         code = command.main([*arguments])
         return code, *capsys.readouterr()
 
@@ -72,6 +74,7 @@ def test_an_artifact_is_evaluated(evaluate, tmp_path):
     code, out, err = evaluate("--artifact", "fake", *SMALL, *SHORT, *files)
     assert code == 0 and "Next token" in out and "Mask rows of fake" in out
     assert out.count("Completions of 20 tokens") == 2
+    assert out.splitlines()[-1].startswith("tok/s are those of device ")
     report = json.loads((tmp_path / "found.json").read_text())
     (prediction,) = report["predictions"]
     assert prediction["windows"] == 6 and prediction["tokens"] == 114
@@ -150,6 +153,11 @@ def test_a_checkpoint_scores_the_texts_of_an_artifact(evaluate, tmp_path):
         (("--artifact", "fake", *SMALL, "--problems", "x"), "--problems goes with --human-eval"),
         (("--model", "joint", "--human-eval", "--execute"), "--human-eval is answered by a"),
         (("--model", "joint", "--prompts", "x"), "--prompts is answered by a compiled model"),
+        (("--model", "joint", *SMALL, "--windows", "0"), "nothing is left to measure"),
+        (
+            ("--model", "joint", "--baseline", "plain", "--artifact", "fake", "--prompts", "x"),
+            "--baseline is compared on windows of --data",
+        ),
         (("--artifact", "fake", *SMALL, "--json", "none/a.json"), "/none is not there"),
         (("--artifact", "fake", *SMALL, "--plots", "text.bin"), "text.bin is no folder"),
         (("--artifact", "fake", *SMALL, "--length", "40"), "the held-out text, 248 tokens, has no"),
@@ -182,3 +190,12 @@ def test_what_no_option_takes_is_refused(arguments, message, capsys):
     with pytest.raises(SystemExit) as end:
         command.main(["--artifact", "fake", *arguments])
     assert end.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_model_without_mask_rows_has_one_mode(evaluate, tmp_path):
+    found = evaluate("--artifact", "fake", *SMALL, *SHORT, "--modes", "hybrid", mtp=False)
+    assert found[0] == 2 and "fake was trained without multi-token prediction" in found[2]
+    code, out, _ = evaluate("--artifact", "fake", *SMALL, *SHORT, "--json", "a.json", mtp=False)
+    assert code == 0 and "Mask rows" not in out
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert [one["all"]["mode"] for one in report["completions"]] == ["ar", "ar"]

@@ -53,7 +53,10 @@ class Report:
 
     def lines(self) -> list[str]:
         """Sentences that stand in no table."""
-        return [cost_line(self.cost)] if self.cost else []
+        found = [cost_line(self.cost)] if self.cost else []
+        if self.completions or self.human_eval:
+            found.append(f"tok/s are those of {_said(self.about['device_state'])}")
+        return found
 
     def text(self) -> str:
         return "\n\n".join([*(table.text() for table in self.tables()), *self.lines()])

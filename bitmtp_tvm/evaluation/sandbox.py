@@ -2,8 +2,9 @@
 
 What holds it: a process of its own with a time limit, a limit on memory, on file size and on new
 processes, an empty folder to work in, an empty environment, and no network where the system lets an
-ordinary process leave it (Linux with user namespaces). What does not: it may read and write
-what its user may, and as root the limit on processes has no effect. Run it where that is no loss.
+ordinary process leave it (Linux with user namespaces). What does not: it may read and write what
+its user may, and root has no limit on processes, so that one which leaves its session outlives the
+program. Run it where that is no loss.
 """
 
 import json

@@ -21,7 +21,7 @@ from bitmtp_tvm.evaluation.sandbox import Limits
 from bitmtp_tvm.evaluation.sources import CompiledModel, check_length, check_same_tokens
 from bitmtp_tvm.generate import read_prompt_file
 from bitmtp_tvm.mode_rows import Setting, settings
-from bitmtp_tvm.modes import resolve
+from bitmtp_tvm.modes import MODES, resolve
 
 if TYPE_CHECKING:
     from bitmtp_tvm.evaluation.torch_rows import TorchRows
@@ -157,6 +157,11 @@ class Work:
         manifest = self.compiled.manifest
         mtp = manifest.config.get("mtp")
         if mtp is None:
+            if self.block_sizes or tuple(self.modes) not in (MODES, ("ar",)):
+                raise UsageError(
+                    f"{self.artifact} was trained without multi-token prediction: ar is its only "
+                    "mode"
+                )
             return [Setting("ar")]
         sizes = self.block_sizes or (int(mtp["block_size"]),)
         modes = ("ar", *self.modes)

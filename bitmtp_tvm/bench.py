@@ -100,24 +100,24 @@ def _add_modes(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--block-sizes",
-        type=_several(positive),
+        type=several(positive),
         metavar="4,8",
         help="mask rows a block (default: half of the model's, and the model's)",
     )
     group.add_argument(
         "--layouts",
-        type=_several(_layout),
+        type=several(layout_name),
         metavar="auto,chain",
         help="layouts of the modes that draft (default auto)",
     )
 
 
-def _several(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+def several(one: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
     """A comma-separated list of what `one` reads."""
     return lambda text: tuple(dict.fromkeys(one(part.strip()) for part in text.split(",")))
 
 
-def _layout(text: str) -> str:
+def layout_name(text: str) -> str:
     if text not in LAYOUTS:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no layout: choose of {', '.join(LAYOUTS)}, with commas between them"

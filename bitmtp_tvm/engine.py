@@ -77,6 +77,11 @@ class Engine:
         self._eos_token_ids = parts.eos_token_ids
         self._decoder = Decoder(parts.session, parts.step_times)
 
+    @property
+    def session(self) -> TokenSession:
+        """What runs the steps. Whoever runs some calls `reset` before and afterwards."""
+        return self._session
+
     def encode(self, prompt: str | Sequence[int]) -> list[int]:
         """The ids of a prompt: text with the start token, or ids as they are.
 

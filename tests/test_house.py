@@ -8,6 +8,7 @@ from imports import ROOT, modules, names_used, within
 
 from bitmtp_tvm import bench as bench_command
 from bitmtp_tvm import compile as compile_command
+from bitmtp_tvm import evaluate as evaluate_command
 from bitmtp_tvm import generate as generate_command
 from bitmtp_tvm import trace as trace_command
 from bitmtp_tvm.targets import TARGETS
@@ -32,6 +33,22 @@ RUNTIME = {
         "elf",
         "engine",
         "errors",
+        "evaluation",
+        "evaluation.artifact_rows",
+        "evaluation.calibration",
+        "evaluation.completions",
+        "evaluation.held_out",
+        "evaluation.human_eval",
+        "evaluation.intervals",
+        "evaluation.pictures",
+        "evaluation.prediction",
+        "evaluation.progress",
+        "evaluation.report",
+        "evaluation.rows",
+        "evaluation.sandbox",
+        "evaluation.sandbox_child",
+        "evaluation.sources",
+        "evaluation.tables",
         "flight",
         "generate",
         "generation",
@@ -171,7 +188,8 @@ def test_the_readme_lists_every_target():
 
 
 @pytest.mark.parametrize(
-    "command", [compile_command, generate_command, bench_command, trace_command]
+    "command",
+    [compile_command, generate_command, bench_command, trace_command, evaluate_command],
 )
 def test_the_readme_lists_every_option(command, capsys):
     with pytest.raises(SystemExit):

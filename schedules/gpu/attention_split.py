@@ -1,5 +1,7 @@
 """Attention of a decode step on cuda's tensor cores, a block for each chain of slots."""
 
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.script import tirx as T
 
@@ -23,29 +25,62 @@ from schedules.workload import Workload
 
 # Chains that a context has which is neither short nor long.
 USUAL_CHAINS = 8
+# Blocks that a multiprocessor runs side by side.
+MOST_BLOCKS = 3
 
 
-def choose(work: Workload, card: Card) -> MmaTile:
-    """The rule's tile: pairs that share a block share its loads, but blocks come first."""
+@dataclass(frozen=True)
+class SplitTile(MmaTile):
+    """splits: blocks that share the chains of their pairs; it divides their number."""
+
+    splits: int
+
+
+def _tiles(work: Workload) -> list[MmaTile]:
     width, heads, head_dim = work.shapes[0]
+    return fitting(width * heads // work.shapes[1][1], head_dim)
+
+
+def _blocks(work: Workload, tile: MmaTile) -> int:
+    """Blocks that share one chain of all key/value heads."""
     kv_heads = work.shapes[1][1]
-    tiles = fitting(width * heads // kv_heads, head_dim)
-    busy = [
-        tile
-        for tile in tiles
-        if kv_heads * USUAL_CHAINS * ceil_div(width * heads // kv_heads, tile.pairs)
-        >= card.multiprocessors
+    return kv_heads * ceil_div(work.shapes[0][0] * work.shapes[0][1] // kv_heads, tile.pairs)
+
+
+def choose(work: Workload, card: Card) -> SplitTile:
+    """The rule's tile: pairs that share a block share its loads, but blocks come first.
+
+    Blocks without a slot cost time as well: where there are many, each has two chains.
+    """
+    tiles, chains = _tiles(work), work.settings["chains"]
+    busy = [t for t in tiles if _blocks(work, t) * USUAL_CHAINS >= card.multiprocessors]
+    tile = busy[-1] if busy else tiles[0]
+    crowded = _blocks(work, tile) * chains > MOST_BLOCKS * card.multiprocessors
+    return SplitTile(
+        tile.tiles, tile.at_once, chains // 2 if crowded and chains % 2 == 0 else chains
+    )
+
+
+def candidates(work: Workload, card: Card) -> list[SplitTile]:
+    """All tiles that fit, with one, two and four chains a block."""
+    chains = work.settings["chains"]
+    return [
+        SplitTile(tile.tiles, at_once, chains // share)
+        for tile in _tiles(work)
+        for at_once in sorted({1, tile.at_once})
+        for share in (1, 2, 4)
+        if chains % share == 0
     ]
-    return busy[-1] if busy else tiles[0]
 
 
 def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
     """See `relax_models.attention_ops.attention_parts`."""
     width, heads, head_dim = work.shapes[0]
-    cache_shape, chains, tiles = work.shapes[1], plan.chains, plan.tile.tiles
+    cache_shape, chains = work.shapes[1], plan.chains
+    tiles, splits, kv_heads = plan.tile.tiles, plan.tile.splits, cache_shape[1]
     sizes = Sizes(head_dim, tiles)
     held, blocks = sizes.held, ceil_div(plan.pairs, plan.tile.pairs)
-    grid = cache_shape[1] * blocks * chains
+    grid = kv_heads * blocks * splits
     begin, one_turn = begin_with(plan, sizes), turn_of(plan, sizes)
     piece = min(4, 2 * sizes.value)
 
@@ -139,6 +174,11 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
                 tile,
             )
 
+    @T.macro
+    def one_part(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
+        if chain * SLOTS < boundary + width:
+            one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread)
+
     @T.prim_func(private=True, s_tir=True)
     def func(
         q: T.Buffer((width, heads, head_dim), "float32"),
@@ -157,8 +197,8 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
                     # Read once: the loads of the cache are text that a compiler cannot look into.
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
-                    if block // blocks % chains * SLOTS < known[0] + width:
-                        one_chain(
+                    for turn in T.serial(chains // splits):
+                        one_part(
                             q,
                             cache,
                             known[0],
@@ -166,9 +206,10 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
                             tops,
                             norms,
                             mixed,
-                            block // (blocks * chains),
+                            block // blocks % kv_heads,
                             block % blocks * plan.tile.pairs,
-                            block // blocks % chains,
+                            # Chains with the earliest slots begin first.
+                            block // (blocks * kv_heads) + turn * splits,
                             thread,
                         )
 
@@ -177,12 +218,10 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
 
 TEMPLATE = Template(
     name="attention_parts_mma",
-    tile=MmaTile,
+    tile=SplitTile,
     serves=lambda work, card: serves(work.shapes[0][2]) and work.settings["chain_slots"] == SLOTS,
     choose=choose,
-    candidates=lambda work, card: fitting(
-        work.shapes[0][0] * work.shapes[0][1] // work.shapes[1][1], work.shapes[0][2]
-    ),
+    candidates=candidates,
     make=lambda work, tile, target: _parts(
         work, plan_of(work, tile, work.settings["chains"], SLOTS)
     ),

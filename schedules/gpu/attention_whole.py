@@ -262,6 +262,10 @@ TEMPLATE = Template(
     tile=MmaTile,
     serves=lambda work, card: serves(work.shapes[0][2]),
     choose=choose,
-    candidates=lambda work, card: fitting(_pairs(work), work.shapes[0][2]),
+    candidates=lambda work, card: [
+        MmaTile(tile.tiles, at_once)
+        for tile in fitting(_pairs(work), work.shapes[0][2])
+        for at_once in sorted({1, tile.at_once})
+    ],
     make=lambda work, tile, target: _whole(work, plan_of(work, tile, CHAINS, SLOTS)),
 )

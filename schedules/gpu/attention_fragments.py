@@ -16,12 +16,13 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from schedules.gpu.attention_warp import Plan
-from schedules.gpu.thread import STATIC_SHARED_BYTES, WARP, across, add, constant, mul, span
+from schedules.gpu.thread import WARP, across, add, constant, mul, span
 
 PAIRS = 8
 WARPS = 4
 THREADS = WARPS * WARP
 SLOTS = 64
+MOST_ELEMENTS = 128
 # Slots whose weights are one k-step, and groups of eight of them: what a warp makes scores of.
 STEP = 16
 GROUPS = STEP // PAIRS
@@ -51,27 +52,19 @@ class MmaTile:
 
 
 def serves(head_dim: int) -> bool:
-    """Whether four warps can share a head of `head_dim` elements in whole fragments."""
-    return head_dim % SLOTS == 0
+    """Whether four warps can share a head of `head_dim` elements in whole fragments.
+
+    Longer heads do not leave a lane registers for its keys and values.
+    """
+    return head_dim % SLOTS == 0 and head_dim <= MOST_ELEMENTS
 
 
-def shared_bytes(tiles: int, head_dim: int) -> int:
-    """Shared memory of a block: terms of queries and of weights, and largest scores."""
-    return tiles * (head_dim * PAIRS * 4 + SLOTS * PAIRS * 4 + WARPS * PAIRS * 4)
-
-
-def fitting(pairs: int, head_dim: int) -> list[MmaTile]:
+def fitting(pairs: int) -> list[MmaTile]:
     """The tiles for `pairs` pairs of a key/value head, the smallest first."""
-    most = 4 if head_dim <= 128 else 2
     return [
         MmaTile(tiles, min(tiles, 2))
         for tiles in (1, 2, 4)
-        if tiles == 1
-        or (
-            tiles <= most
-            and (tiles // 2) * PAIRS < pairs
-            and shared_bytes(tiles, head_dim) <= STATIC_SHARED_BYTES
-        )
+        if tiles == 1 or tiles // 2 * PAIRS < pairs
     ]
 
 
@@ -94,7 +87,7 @@ class Sizes:
     @property
     def value(self) -> int:
         """Elements of one load of a lane: 8 lanes of them are the most of a warp's quarter."""
-        return next(n for n in (8, 4, 2) if self.head_dim // WARPS % (n * PAIRS) == 0)
+        return next(n for n in (4, 2) if self.head_dim // WARPS % (n * PAIRS) == 0)
 
     @property
     def runs(self) -> int:
@@ -238,11 +231,7 @@ def loads(sizes: Sizes):
 
     @T.macro
     def load_value(values, at, address):
-        if sizes.value == 8:
-            T.ptx[f"{LOAD}.v4.u32"](
-                values[at], values[at + 1], values[at + 2], values[at + 3], address
-            )
-        elif sizes.value == 4:
+        if sizes.value == 4:
             T.ptx[f"{LOAD}.v2.u32"](values[at], values[at + 1], address)
         else:
             T.ptx[f"{LOAD}.u32"](values[at], address)

@@ -31,7 +31,7 @@ def _pairs(work: Workload) -> int:
 
 def choose(work: Workload, card: Card) -> MmaTile:
     """The rule's tile: the largest that leaves every multiprocessor two blocks."""
-    tiles = fitting(_pairs(work), work.shapes[0][2])
+    tiles = fitting(_pairs(work))
     kv_heads = work.shapes[1][1]
     busy = [
         tile
@@ -264,7 +264,7 @@ TEMPLATE = Template(
     choose=choose,
     candidates=lambda work, card: [
         MmaTile(tile.tiles, at_once)
-        for tile in fitting(_pairs(work), work.shapes[0][2])
+        for tile in fitting(_pairs(work))
         for at_once in sorted({1, tile.at_once})
     ],
     make=lambda work, tile, target: _whole(work, plan_of(work, tile, CHAINS, SLOTS)),

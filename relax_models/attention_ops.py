@@ -84,7 +84,7 @@ def attention(
 CHAINS = 32
 """Partial sums of an attention that many blocks share."""
 
-CHAIN_SLOTS = 32
+CHAIN_SLOTS = 64
 """Neighbouring slots that go to the same partial sum."""
 
 

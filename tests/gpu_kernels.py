@@ -7,7 +7,7 @@ has TVM's runtime alone. So nothing at the top of this file needs the compiler.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -55,6 +55,9 @@ ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
 MASKED_WIDTHS = (1, 3, 8, 16, 64)
 CAUSAL_WIDTHS = (9, 130)
 SLOTS = 700
+# Of a cache in which a chain of slots has several turns, and the widths that attend to it.
+LONG_ATTENTION, LONG_SLOTS = (4, 2, 64), 4300
+LONG_WIDTHS = (1, 8)
 POSITIONS = 90
 
 
@@ -103,6 +106,14 @@ def attention(heads: int, kv_heads: int, head_dim: int, causal: bool, width: int
     return kernel("attention", heads, kv_heads, head_dim, SLOTS, causal, width=width)
 
 
+def long_attentions(width: int) -> Iterator[Kernel]:
+    """Both halves of a step's attention to a long cache, and a prefill chunk's."""
+    heads, _, head_dim = LONG_ATTENTION
+    yield kernel("attention_parts", *LONG_ATTENTION, LONG_SLOTS, width=width)
+    yield kernel("attention_join", heads, head_dim, width=width)
+    yield kernel("attention", *LONG_ATTENTION, LONG_SLOTS, True, width=width)
+
+
 def all_kernels() -> Iterator[Kernel]:
     for (segments, size, residual), width in product(LINEARS, LINEAR_WIDTHS):
         yield linear(segments, size, residual, width)
@@ -132,6 +143,8 @@ def all_kernels() -> Iterator[Kernel]:
             yield kernel("attention_join", shape[0], shape[2], width=width)
         for width in CAUSAL_WIDTHS:
             yield attention(*shape, True, width)
+    for width in LONG_WIDTHS:
+        yield from long_attentions(width)
 
 
 def step_kernels() -> Iterator[Kernel]:
@@ -186,8 +199,13 @@ def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
     return tvm.IRModule(made)
 
 
-def cuda_text(kernels: Sequence[Kernel], target: Target) -> str:
-    """The CUDA text that TVM generates for kernels; it does not depend on the target's arch."""
+def cuda_text(
+    kernels: Sequence[Kernel], target: Target, made: Mapping[str, Any] | None = None
+) -> str:
+    """The CUDA text that TVM generates for kernels; it does not depend on the target's arch.
+
+    `made`: scheduled functions beside them, by name.
+    """
     from bitmtp_tvm.toolchain import prepare_cuda, register_nvrtc
 
     prepare_cuda()
@@ -206,7 +224,9 @@ def cuda_text(kernels: Sequence[Kernel], target: Target) -> str:
     tvm_ffi.register_global_func("tvm_callback_cuda_compile", keep, override=True)
     try:
         with tvm_target(target) as described:
-            tvm.tirx.build(schedule(kernels, target), target=described)
+            mod = schedule(kernels, target)
+            mod.update(tvm.IRModule(dict(made or {})))
+            tvm.tirx.build(mod, target=described)
     finally:
         register_nvrtc()
     (text,) = kept

@@ -1,8 +1,16 @@
 """Rules and templates of the cuda target."""
 
-from schedules.gpu import low_bit_gemv, low_bit_group_gemv, low_bit_group_mma, low_bit_mma
-from schedules.gpu.attention import attention
-from schedules.gpu.attention_parts import attention_join, attention_parts
+from schedules.gpu import (
+    attention,
+    attention_parts,
+    attention_split,
+    attention_whole,
+    low_bit_gemv,
+    low_bit_group_gemv,
+    low_bit_group_mma,
+    low_bit_mma,
+)
+from schedules.gpu.attention_join import attention_join
 from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed, rope_kv_write
 from schedules.gpu.head import greedy, head
@@ -13,6 +21,8 @@ from schedules.gpu.quantize import gated_quantize, quantize
 from schedules.gpu.step import accept, step_rows
 
 TEMPLATES = {
+    "attention": (attention_whole.TEMPLATE, attention.TEMPLATE),
+    "attention_parts": (attention_split.TEMPLATE, attention_parts.TEMPLATE),
     "low_bit_linear": (
         low_bit_mma.TEMPLATE,
         low_bit_gemv.TEMPLATE,
@@ -23,9 +33,7 @@ TEMPLATES = {
 
 RULES = {
     "accept": accept,
-    "attention": attention,
     "attention_join": attention_join,
-    "attention_parts": attention_parts,
     "choose": choose,
     "embed": embed,
     "final_norm": final_norm,

@@ -1,4 +1,4 @@
-"""Grouped-query attention over the shared cache on cuda: a warp takes 32 slots at a time.
+"""Grouped-query attention on cuda for heads of any size: a warp takes 32 slots at a time.
 
 A block serves up to eight (row, head) pairs of one key/value head. Tiles start at absolute
 multiples of 32 slots; tile t belongs to warp t mod 8, which keeps a running maximum, norm and
@@ -8,16 +8,17 @@ nothing multiplies by exactly one and adds nothing, and how many rows share a bl
 not matter.
 """
 
-import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.gpu.attention_warp import (
     MASK_WORDS,
     NEG_INF,
+    TILE,
     AttentionTile,
     Plan,
     exp,
+    plan_of,
     warp_pass,
 )
 from schedules.gpu.thread import (
@@ -28,12 +29,12 @@ from schedules.gpu.thread import (
     fma,
     vector_width,
 )
+from schedules.space import Card, Template
 from schedules.workload import Workload
 
 # Chains of a row's sums, one a warp: part of the tree.
 WARPS = 8
 THREADS = WARPS * WARP
-MAX_VISIBLE = 32 * MASK_WORDS
 # Counts in between make the compiler spill a register or two for the sake of occupancy.
 PAIRS = (8, 2, 1)
 ENOUGH_BLOCKS = 64
@@ -60,19 +61,6 @@ def tile_for(pairs: int, head_dim: int) -> AttentionTile:
     value = next((v for v in (2, 4) if head_dim % v == 0 and head_dim <= v * WARP), 0)
     value = value or vector_width(head_dim, 8)
     return AttentionTile(pairs, key, keys_ahead, value, ceil_div(head_dim, value * WARP))
-
-
-def attention(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.ops.attention`. Raises ValueError for masks of more than 64 rows."""
-    width, heads, head_dim = work.shapes[0]
-    kv_heads = work.shapes[1][1]
-    if not work.settings["causal"] and width > MAX_VISIBLE:
-        raise ValueError(f"masks speak of {MAX_VISIBLE} rows at most, and this step has {width}")
-    group = heads // kv_heads
-    tile = choose_tile(width, group, kv_heads, head_dim)
-    return _template(work, Plan(width, group, head_dim, work.settings["causal"], tile, WARPS))
 
 
 def fetch_block(plan: Plan, threads: int):
@@ -249,3 +237,19 @@ def _template(work: Workload, plan: Plan) -> tirx.PrimFunc:
                     )
 
     return masked
+
+
+def _choose(work: Workload, card: Card) -> AttentionTile:
+    width, heads, head_dim = work.shapes[0]
+    kv_heads = work.shapes[1][1]
+    return choose_tile(width, heads // kv_heads, kv_heads, head_dim)
+
+
+TEMPLATE = Template(
+    name="attention",
+    tile=AttentionTile,
+    serves=lambda work, card: True,
+    choose=_choose,
+    candidates=lambda work, card: [_choose(work, card)],
+    make=lambda work, tile, target: _template(work, plan_of(work, tile, WARPS, TILE)),
+)

@@ -1,26 +1,25 @@
-"""Attention of a decode step on cuda in two kernels, so that many blocks share a row.
+"""The first half of a decode step's attention on cuda, for heads of any size.
 
 A step has few rows and a long cache: a block for each key/value head would leave most of a card
-idle. `attention_parts` gives each chain of slots to a warp of its own, and the warps of a block are
-chains that lie apart, so that a short cache keeps all blocks busy. `attention_join` adds the chains
-up in their order: the tree of `schedules.gpu.attention`, with more chains.
+idle. So each chain of slots has a warp of its own, and the warps of a block are chains that lie
+apart, so that a short cache keeps all blocks busy.
 """
 
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.gpu.attention import MAX_VISIBLE, fetch_block, tile_for
+from schedules.gpu.attention import fetch_block, tile_for
 from schedules.gpu.attention_warp import (
     MASK_WORDS,
-    NEG_INF,
     TILE,
     AttentionTile,
     Plan,
-    exp,
+    plan_of,
     warp_pass,
 )
-from schedules.gpu.thread import WARP, ceil_div, constant, fma
+from schedules.gpu.thread import WARP, ceil_div
+from schedules.space import Card, Template
 from schedules.workload import Workload
 
 WARPS = 4
@@ -37,24 +36,6 @@ def choose_tile(pairs: int, splits: int, head_dim: int) -> AttentionTile:
     """
     shared = next((n for n in PAIRS if pairs * splits >= n * ENOUGH_BLOCKS), 1)
     return tile_for(shared, head_dim)
-
-
-def attention_parts(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.attention_ops.attention_parts`. Raises ValueError for masks of more than 64
-    rows."""
-    width, heads, head_dim = work.shapes[0]
-    kv_heads, chains = work.shapes[1][1], work.settings["chains"]
-    if width > MAX_VISIBLE:
-        raise ValueError(f"masks speak of {MAX_VISIBLE} rows at most, and this step has {width}")
-    if work.settings["chain_slots"] != TILE or chains % WARPS:
-        raise ValueError(
-            f"{chains} chains of {work.settings['chain_slots']} slots have no schedule"
-        )
-    group = heads // kv_heads
-    tile = choose_tile(width * heads, chains // WARPS, head_dim)
-    return _parts(work, Plan(width, group, head_dim, False, tile, chains))
 
 
 def _keep(plan: Plan):
@@ -86,10 +67,10 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
         queries = T.sblock_alloc_buffer((pairs * head_dim,), "float32", scope="shared")
         masks = T.sblock_alloc_buffer((pairs * MASK_WORDS,), "uint32", scope="shared")
         # The first chain of a block has the earliest slots.
-        if split * TILE < plan.end(boundary[0], first):
+        if split * plan.chain_slots < plan.end(boundary[0], first):
             fetch(q, visible, queries, masks, kv, first, thread)
             T.tvm_storage_sync("shared")
-            if (thread // WARP * splits + split) * TILE < plan.end(boundary[0], first):
+            if (thread // WARP * splits + split) * plan.chain_slots < plan.end(boundary[0], first):
                 one_warp(
                     cache,
                     masks,
@@ -136,53 +117,25 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
     return func
 
 
-def attention_join(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.attention_ops.attention_join`: a block for each row and head."""
-    width, heads, chains, head_dim = work.shapes[2]
-    slots = work.settings["chain_slots"]
-    threads = ceil_div(head_dim, WARP) * WARP
+def _serves(work: Workload, card: Card) -> bool:
+    return work.settings["chain_slots"] % TILE == 0 and work.settings["chains"] % WARPS == 0
 
-    @T.macro
-    def join(tops, norms, mixed, boundary, out, row, head, d):
-        top = T.sblock_alloc_buffer((chains,), "float32", scope="local")
-        norm = T.sblock_alloc_buffer((chains,), "float32", scope="local")
-        value = T.sblock_alloc_buffer((chains,), "float32", scope="local")
-        last = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        sums = T.sblock_alloc_buffer((3,), "float32", scope="local")
-        # Behind the last chain in use that one is read again, and counts nothing: so no load waits
-        # for another.
-        last[0] = T.min((boundary[0] + width - 1) // slots, chains - 1)
-        for c in T.unroll(chains):
-            top[c] = tops[row, head, T.min(c, last[0])]
-            norm[c] = norms[row, head, T.min(c, last[0])]
-            value[c] = mixed[row, head, T.min(c, last[0]), d]
-        sums[0] = constant(NEG_INF)
-        sums[1] = T.float32(0)
-        sums[2] = T.float32(0)
-        for c in T.unroll(chains):
-            sums[0] = T.max(sums[0], top[c])
-        for c in T.unroll(chains):
-            top[c] = T.Select(c <= last[0], exp(top[c] - sums[0]), T.float32(0))
-            sums[1] = fma(norm[c], top[c], sums[1])
-            sums[2] = fma(value[c], top[c], sums[2])
-        out[row, head * head_dim + d] = sums[2] / sums[1]
 
-    @T.prim_func(private=True, s_tir=True)
-    def func(
-        tops: T.Buffer((width, heads, chains), "float32"),
-        norms: T.Buffer((width, heads, chains), "float32"),
-        mixed: T.Buffer((width, heads, chains, head_dim), "float32"),
-        boundary: T.Buffer((1,), "int32"),
-        out: T.Buffer((width, heads * head_dim), "float32"),
-    ):
-        for bx in T.thread_binding(width * heads, thread="blockIdx.x"):
-            for tx in T.thread_binding(threads, thread="threadIdx.x"):
-                with T.sblock("join"):
-                    block = T.axis.spatial(width * heads, bx)
-                    d = T.axis.spatial(threads, tx)
-                    if d < head_dim:
-                        join(tops, norms, mixed, boundary, out, block // heads, block % heads, d)
+def _choose(work: Workload, card: Card) -> AttentionTile:
+    width, heads, head_dim = work.shapes[0]
+    return choose_tile(width * heads, work.settings["chains"] // WARPS, head_dim)
 
-    return func
+
+def _make(work: Workload, tile: AttentionTile, target: tvm.target.Target) -> tirx.PrimFunc:
+    settings = work.settings
+    return _parts(work, plan_of(work, tile, settings["chains"], settings["chain_slots"]))
+
+
+TEMPLATE = Template(
+    name="attention_parts",
+    tile=AttentionTile,
+    serves=_serves,
+    choose=_choose,
+    candidates=lambda work, card: [_choose(work, card)],
+    make=_make,
+)

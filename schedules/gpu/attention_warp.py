@@ -4,6 +4,7 @@ A lane owns a slot while scores are made, and a few elements of the head while v
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 
@@ -18,6 +19,7 @@ from schedules.gpu.thread import (
     warp_max,
     warp_sum,
 )
+from schedules.workload import Workload
 
 TILE = WARP
 
@@ -25,6 +27,7 @@ NEG_INF = -3.0e38
 """Score of a slot that a row does not see: finite, so that the difference of two is no NaN."""
 
 MASK_WORDS = 2
+MAX_VISIBLE = 32 * MASK_WORDS
 SLOTS_AHEAD = 8
 
 
@@ -52,16 +55,19 @@ class AttentionTile:
 class Plan:
     """Sizes of one attention, and the expressions for who is who and who sees what.
 
-    The pairs of a key/value head are numbered row by row; `first` is a block's first one.
+    The pairs of a key/value head are numbered row by row; `first` is a block's first one, and
+    tile.pairs are a block's.
     """
 
     width: int
     group: int
     head_dim: int
     causal: bool
-    tile: AttentionTile
-    # Tile t belongs to chain t mod `chains`: part of the tree, the same for every width.
+    tile: Any
+    # Slot t belongs to chain t / chain_slots mod `chains`: part of the tree, the same for every
+    # width.
     chains: int
+    chain_slots: int
 
     @property
     def pairs(self) -> int:
@@ -88,6 +94,19 @@ class Plan:
         bit = T.shift_right(word, T.Cast("uint32", T.bitwise_and(slot - boundary, 31)))
         marked = T.bitwise_and(bit, T.uint32(1)) == T.uint32(1)
         return T.Or(slot < boundary, T.And(slot < boundary + self.width, marked))
+
+
+def plan_of(work: Workload, tile: Any, chains: int, chain_slots: int) -> Plan:
+    """The plan of `attention` or `attention_parts`.
+
+    Raises ValueError for masks of more than 64 rows.
+    """
+    width, heads, head_dim = work.shapes[0]
+    causal = work.settings.get("causal", False)
+    if not causal and width > MAX_VISIBLE:
+        raise ValueError(f"masks speak of {MAX_VISIBLE} rows at most, and this step has {width}")
+    group = heads // work.shapes[1][1]
+    return Plan(width, group, head_dim, causal, tile, chains, chain_slots)
 
 
 def exp(x):
@@ -213,8 +232,13 @@ def warp_pass(plan: Plan, keep, keep_element):
     of pair i, and `keep_element(mixed, kv, first, i, chain, d, value)` an element of its sum.
     """
     tile, head_dim, chains = plan.tile, plan.head_dim, plan.chains
+    together = plan.chain_slots // TILE
     pairs, value, held = tile.pairs, tile.value, tile.held
     one_tile = _one_tile(plan)
+
+    def first_slot(turn, chain):
+        """The first slot of a chain's tile number `turn`."""
+        return ((turn // together * chains + chain) * together + turn % together) * TILE
 
     @T.macro
     def start(top, norm, acc):
@@ -230,8 +254,10 @@ def warp_pass(plan: Plan, keep, keep_element):
         norm = T.sblock_alloc_buffer((pairs,), "float32", scope="local")
         acc = T.sblock_alloc_buffer((pairs * held,), "float32", scope="local")
         start(top, norm, acc)
-        for turn in range((plan.end(boundary, first) + TILE - 1) // TILE // chains + 1):
-            if (turn * chains + chain) * TILE < plan.end(boundary, first):
+        for turn in range(
+            ((plan.end(boundary, first) - 1) // (chains * plan.chain_slots) + 1) * together
+        ):
+            if first_slot(turn, chain) < plan.end(boundary, first):
                 one_tile(
                     cache,
                     queries,
@@ -242,7 +268,7 @@ def warp_pass(plan: Plan, keep, keep_element):
                     kv,
                     first,
                     boundary,
-                    (turn * chains + chain) * TILE,
+                    first_slot(turn, chain),
                     boundary + plan.width - 1,
                     lane,
                 )

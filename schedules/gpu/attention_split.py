@@ -1,0 +1,228 @@
+"""Attention of a decode step on cuda's tensor cores, a block for each chain of slots."""
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from schedules.gpu.attention_fragments import (
+    PAIRS,
+    SLOTS,
+    STEPS,
+    THREADS,
+    WARPS,
+    WORDS,
+    MmaTile,
+    Sizes,
+    fitting,
+    serves,
+)
+from schedules.gpu.attention_mma import begin_with, start_chain, turn_of
+from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
+from schedules.gpu.thread import WARP, ceil_div, span
+from schedules.space import Card, Template
+from schedules.workload import Workload
+
+# Chains that a context has which is neither short nor long.
+USUAL_CHAINS = 8
+# Blocks that a multiprocessor runs side by side.
+MOST_BLOCKS = 3
+
+
+@dataclass(frozen=True)
+class SplitTile(MmaTile):
+    """splits: blocks that share the chains of their pairs; it divides their number."""
+
+    splits: int
+
+
+def _tiles(work: Workload) -> list[MmaTile]:
+    width, heads, _ = work.shapes[0]
+    return fitting(width * heads // work.shapes[1][1])
+
+
+def _blocks(work: Workload, tile: MmaTile) -> int:
+    """Blocks that share one chain of all key/value heads."""
+    kv_heads = work.shapes[1][1]
+    return kv_heads * ceil_div(work.shapes[0][0] * work.shapes[0][1] // kv_heads, tile.pairs)
+
+
+def choose(work: Workload, card: Card) -> SplitTile:
+    """The rule's tile: pairs that share a block share its loads, but blocks come first.
+
+    Blocks without a slot cost time as well: where there are many, each has two chains.
+    """
+    tiles, chains = _tiles(work), work.settings["chains"]
+    busy = [t for t in tiles if _blocks(work, t) * USUAL_CHAINS >= card.multiprocessors]
+    tile = busy[-1] if busy else tiles[0]
+    crowded = _blocks(work, tile) * chains > MOST_BLOCKS * card.multiprocessors
+    return SplitTile(
+        tile.tiles, tile.at_once, chains // 2 if crowded and chains % 2 == 0 else chains
+    )
+
+
+def candidates(work: Workload, card: Card) -> list[SplitTile]:
+    """All tiles that fit, with one, two and four chains a block."""
+    chains = work.settings["chains"]
+    return [
+        SplitTile(tile.tiles, at_once, chains // share)
+        for tile in _tiles(work)
+        for at_once in sorted({1, tile.at_once})
+        for share in (1, 2, 4)
+        if chains % share == 0
+    ]
+
+
+def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
+    """See `relax_models.attention_ops.attention_parts`."""
+    width, heads, head_dim = work.shapes[0]
+    cache_shape, chains = work.shapes[1], plan.chains
+    tiles, splits, kv_heads = plan.tile.tiles, plan.tile.splits, cache_shape[1]
+    sizes = Sizes(head_dim, tiles)
+    held, blocks = sizes.held, ceil_div(plan.pairs, plan.tile.pairs)
+    grid = kv_heads * blocks * splits
+    begin, one_turn = begin_with(plan, sizes), turn_of(plan, sizes)
+    piece = min(4, 2 * sizes.value)
+
+    @T.macro
+    def store_pair(tops, norms, mixed, top, norm, acc, row, head, chain, warp, lane, tile):
+        if (warp == 0) and (lane % 4 == 0):
+            tops[row, head, chain] = top[tile]
+            norms[row, head, chain] = norm[tile]
+        for i in T.unroll(held // piece):
+            mixed[row, head, chain, span(sizes.element(warp, lane, i * piece), piece)] = acc[
+                span(tile * held + i * piece, piece)
+            ]
+
+    @T.macro
+    def store(tops, norms, mixed, top, norm, acc, kv, first, chain, warp, lane, tile):
+        if first + tile * PAIRS + lane // 4 < plan.pairs:
+            store_pair(
+                tops,
+                norms,
+                mixed,
+                top,
+                norm,
+                acc,
+                plan.row_of(first, tile * PAIRS + lane // 4),
+                plan.head_of(kv, first, tile * PAIRS + lane // 4),
+                chain,
+                warp,
+                lane,
+                tile,
+            )
+
+    @T.macro
+    def one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
+        queries = T.sblock_alloc_buffer(
+            (tiles * sizes.key_steps * WARP * WORDS,), "uint32", scope="shared"
+        )
+        weights = T.sblock_alloc_buffer((tiles * STEPS * WARP * WORDS,), "uint32", scope="shared")
+        highest = T.sblock_alloc_buffer((tiles * PAIRS * WARPS,), "float32", scope="shared")
+        rows = T.sblock_alloc_buffer((tiles,), "int32", scope="local")
+        masks = T.sblock_alloc_buffer((tiles * MASK_WORDS,), "uint32", scope="local")
+        keys = T.sblock_alloc_buffer((sizes.keys,), "uint32", scope="local")
+        values = T.sblock_alloc_buffer((sizes.values,), "uint32", scope="local")
+        top = T.sblock_alloc_buffer((tiles,), "float32", scope="local")
+        norm = T.sblock_alloc_buffer((tiles,), "float32", scope="local")
+        acc = T.sblock_alloc_buffer((tiles * held,), "float32", scope="local")
+        start_chain(top, norm, acc, tiles, tiles * held)
+        begin(
+            q,
+            cache,
+            visible,
+            queries,
+            rows,
+            masks,
+            keys,
+            values,
+            kv,
+            first,
+            chain * SLOTS,
+            boundary + width - 1,
+            thread,
+        )
+        for turn in range((boundary + width - 1 - chain * SLOTS) // (chains * SLOTS) + 1):
+            one_turn(
+                cache,
+                (queries, weights, highest),
+                (rows, masks, top, norm, acc),
+                keys,
+                values,
+                kv,
+                boundary,
+                (turn * chains + chain) * SLOTS,
+                ((turn + 1) * chains + chain) * SLOTS,
+                ((turn + 1) * chains + chain) * SLOTS < boundary + width,
+                boundary + width - 1,
+                thread // WARP,
+                thread % WARP,
+            )
+        for tile in T.unroll(tiles):
+            store(
+                tops,
+                norms,
+                mixed,
+                top,
+                norm,
+                acc,
+                kv,
+                first,
+                chain,
+                thread // WARP,
+                thread % WARP,
+                tile,
+            )
+
+    @T.macro
+    def one_part(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
+        if chain * SLOTS < boundary + width:
+            one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread)
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        q: T.Buffer((width, heads, head_dim), "float32"),
+        cache: T.Buffer(cache_shape, "float16"),
+        boundary: T.Buffer((1,), "int32"),
+        visible: T.Buffer((width, MASK_WORDS), "uint32"),
+        tops: T.Buffer((width, heads, chains), "float32"),
+        norms: T.Buffer((width, heads, chains), "float32"),
+        mixed: T.Buffer((width, heads, chains, head_dim), "float32"),
+    ):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
+            for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
+                with T.sblock("attention"):
+                    block = T.axis.spatial(grid, bx)
+                    thread = T.axis.spatial(THREADS, tx)
+                    # Read once: the loads of the cache are text that a compiler cannot look into.
+                    known = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                    known[0] = boundary[0]
+                    for turn in T.serial(chains // splits):
+                        one_part(
+                            q,
+                            cache,
+                            known[0],
+                            visible,
+                            tops,
+                            norms,
+                            mixed,
+                            block // blocks % kv_heads,
+                            block % blocks * plan.tile.pairs,
+                            # Chains with the earliest slots begin first.
+                            block // (blocks * kv_heads) + turn * splits,
+                            thread,
+                        )
+
+    return func
+
+
+TEMPLATE = Template(
+    name="attention_parts_mma",
+    tile=SplitTile,
+    serves=lambda work, card: serves(work.shapes[0][2]) and work.settings["chain_slots"] == SLOTS,
+    choose=choose,
+    candidates=candidates,
+    make=lambda work, tile, target: _parts(
+        work, plan_of(work, tile, work.settings["chains"], SLOTS)
+    ),
+)

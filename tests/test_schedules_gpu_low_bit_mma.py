@@ -142,3 +142,20 @@ def test_only_weights_and_their_scales_are_read_before_the_wait():
         (early,) = EARLIER.findall(body)
         assert "ld_vec_weak" in early and not re.search(r"\b(q|scale|total|residual|y)_ptr", early)
         assert not re.search(r"(weight|weight_scale)_ptr\[", early.replace("(&(weight", "("))
+
+
+@pytest.mark.parametrize("width", (128, 512))
+def test_tiles_for_many_rows_fit_and_the_rule_takes_one_where_they_fill_the_card(width):
+    from schedules.gpu import TEMPLATES
+    from schedules.gpu.low_bit_mma_wide import problem
+    from schedules.space import LARGE_CARD, choices
+    from schedules.workload import read
+
+    for item in REAL[::4]:
+        work = read(gpu_kernels.definition(replace(item, dims=(("width", width),))))
+        found = choices(TEMPLATES["low_bit_linear"], work, LARGE_CARD)
+        tiles = [c.tile for c in found if c.template.name.startswith("low_bit_mma_wide")]
+        assert 20 <= len(tiles) == len(set(tiles)) <= 65
+        assert not any(problem(tile) for tile in tiles)
+        filled = width == 512 or sum(item.arguments[0]) == 13824
+        assert (found[0].template.name == "low_bit_mma_wide") == filled

@@ -1,6 +1,6 @@
 """Rules and templates of the cuda target."""
 
-from schedules.gpu import gemv_tile, low_bit_group_mma, low_bit_mma
+from schedules.gpu import gemv_tile, low_bit_group_mma, low_bit_mma, low_bit_mma_wide
 from schedules.gpu.attention import attention
 from schedules.gpu.attention_parts import attention_join, attention_parts
 from schedules.gpu.choose import choose, softmax_parts
@@ -14,7 +14,9 @@ from schedules.gpu.step import accept, step_rows
 
 TEMPLATES = {
     "low_bit_linear": (
+        low_bit_mma_wide.TEMPLATE,
         low_bit_mma.TEMPLATE,
+        low_bit_mma_wide.SOME_ROWS,
         gemv_tile.TEMPLATE,
         low_bit_mma.FEW_ROWS,
         low_bit_group_mma.TEMPLATE,

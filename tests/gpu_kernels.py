@@ -31,6 +31,26 @@ LINEARS = [
     ((8704,), 640, False),
 ]
 LINEAR_WIDTHS = (1, 3, 4, 8, 16, 32, 64, 130)
+# Of shapes above: width, template, and tiles that no rule chooses there.
+LINEAR_TILES = [
+    (2, 1, "low_bit_mma_few", (10, 1, 1, 1, 2, 2, 4, 2)),
+    (2, 1, "low_bit_mma_few", (5, 2, 2, 1, 4, 8, 1, 1)),
+    (2, 1, "low_bit_gemv", (1, 2, 7, 3)),
+    (2, 3, "low_bit_gemv", (2, 1, 20, 1)),
+    (2, 8, "low_bit_mma", (7, 2, 1, 1, 1, 4, 1, 1)),
+    (2, 32, "low_bit_mma", (5, 2, 2, 4, 4, 2, 1, 1)),
+    (2, 64, "low_bit_mma", (10, 1, 2, 8, 1, 1, 1, 1)),
+    (3, 1, "low_bit_mma_few", (18, 1, 1, 1, 3, 6, 4, 1)),
+    (3, 16, "low_bit_mma", (9, 1, 1, 2, 6, 2, 1, 2)),
+    (3, 130, "low_bit_mma", (4, 2, 4, 3, 2, 1, 1, 1)),
+    (4, 1, "low_bit_mma_few", (1, 4, 2, 1, 2, 4, 4, 3)),
+    (4, 130, "low_bit_mma", (2, 4, 2, 6, 1, 2, 1, 1)),
+    (5, 4, "low_bit_mma", (3, 4, 4, 1, 2, 2, 1, 1)),
+    (2, 130, "low_bit_mma_wide_some", (2, 2, 4, 8, 3, 2)),
+    (3, 130, "low_bit_mma_wide_some", (2, 2, 1, 4, 4, 2)),
+    (4, 130, "low_bit_mma_wide_some", (5, 1, 2, 4, 2, 1)),
+    (5, 130, "low_bit_mma_wide", (4, 2, 1, 8, 3, 1)),
+]
 NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
 NORM_WIDTHS = (1, 9)
 GROUP = 128
@@ -45,6 +65,16 @@ GROUP_LINEARS = [
     ((40,), 12288, False),
 ]
 GROUP_WIDTHS = (1, 2, 3, 8, 64, 130)
+# As LINEAR_TILES, of both formats.
+GROUP_TILES = [
+    (0, 8, "low_bit_group_mma", (1, 1, 1, 4, 2, 4, 2)),
+    (1, 3, "low_bit_group_mma", (1, 2, 4, 2, 1, 1, 1)),
+    (1, 64, "low_bit_group_mma", (2, 1, 4, 2, 3, 1, 1)),
+    (2, 8, "low_bit_group_mma", (1, 1, 2, 4, 3, 2, 1)),
+    (2, 1, "low_bit_group_gemv", (1, 2, 2, 1)),
+    (3, 130, "low_bit_group_mma", (1, 1, 16, 1, 2, 1, 1)),
+    (4, 2, "low_bit_group_gemv", (1, 1, 16, 3)),
+]
 GROUP_SIZES = (512, 1412, 2560, 9728)
 # Vocabulary, size.
 HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
@@ -69,15 +99,19 @@ STEP_WIDTHS = (1, 3, 8, 16, 64)
 
 @dataclass(frozen=True)
 class Kernel:
-    """The operation `op` of `relax_models`, made of `arguments`, at the given dimensions."""
+    """The operation `op` of `relax_models`, made of `arguments`, at the given dimensions.
+
+    tile: the template's name and the numbers of its tile; without one, the rule's choice.
+    """
 
     op: str
     arguments: tuple
     dims: tuple[tuple[str, int], ...]
+    tile: tuple = ()
 
     @property
     def name(self) -> str:
-        text = "_".join(map(str, (self.op, *self.arguments, *sum(self.dims, ()))))
+        text = "_".join(map(str, (self.op, *self.arguments, *sum(self.dims, ()), *self.tile)))
         return "".join(c if c.isalnum() else "_" for c in text)
 
 
@@ -117,6 +151,7 @@ def long_attentions(width: int) -> Iterator[Kernel]:
 def all_kernels() -> Iterator[Kernel]:
     for (segments, size, residual), width in product(LINEARS, LINEAR_WIDTHS):
         yield linear(segments, size, residual, width)
+    yield from tiled_linears()
     for size, width in product(NORM_SIZES, NORM_WIDTHS):
         yield kernel("norm_quantize", size, EPS, width=width)
         yield kernel("gated_norm_quantize", size, EPS, "relu2", width=width)
@@ -145,6 +180,18 @@ def all_kernels() -> Iterator[Kernel]:
             yield attention(*shape, True, width)
     for width in LONG_WIDTHS:
         yield from long_attentions(width)
+
+
+def tiled_linears() -> Iterator[Kernel]:
+    for shape, width, template, numbers in LINEAR_TILES:
+        yield replace(linear(*LINEARS[shape], width), tile=(template, *numbers))
+    for (shape, width, template, numbers), form in product(GROUP_TILES, GROUP_FORMATS):
+        yield replace(group_linear(*GROUP_LINEARS[shape], form, width), tile=(template, *numbers))
+
+
+def tiled_as(item: Kernel) -> list[Kernel]:
+    """The kernels that compute what `item` does: that of the rule, and those of other tiles."""
+    return [item, *(other for other in tiled_linears() if replace(other, tile=()) == item)]
 
 
 def step_kernels() -> Iterator[Kernel]:
@@ -185,16 +232,31 @@ def definition(item: Kernel) -> Any:
     return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
 
 
+def picker(item: Kernel) -> Any:
+    """What chooses the template and the tile that the kernel names, or the rule's."""
+    from schedules.space import Choice, ruled
+
+    def pick(work: Any, templates: Any, card: Any) -> Any:
+        if not item.tile:
+            return ruled(templates, work, card)
+        name, *numbers = item.tile
+        template = next(t for t in templates if t.name == name and t.serves(work, card))
+        return Choice(template, template.tile(*numbers))
+
+    return pick
+
+
 def schedule(kernels: Sequence[Kernel], target: Target) -> Any:
     """An IRModule of the kernels as their rules make them, under their names."""
     import tvm
 
     from bitmtp_tvm.targets import tvm_target
     from schedules import rule
+    from schedules.space import LARGE_CARD
 
     made = {}
     for item in kernels:
-        scheduled = rule.apply(definition(item), tvm_target(target))
+        scheduled = rule.apply(definition(item), tvm_target(target), LARGE_CARD, picker(item))
         made[item.name] = scheduled.with_attr("global_symbol", item.name)
     return tvm.IRModule(made)
 

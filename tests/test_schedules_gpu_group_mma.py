@@ -44,12 +44,12 @@ def test_an_mma_is_used_from_three_rows_on():
 
 
 def test_tiles_fit_any_shape_and_the_sum_hangs_on_the_groups_alone():
-    from schedules.gpu.low_bit_group_mma import MOST_TILES, choose_tile
+    from schedules.gpu.low_bit_group_mma_tile import MOST_TILES, choose_tile
     from schedules.gpu.packed import GROUP_PACKINGS
 
     widths, tiles, groups = (3, 8, 9, 16, 24, 64, 2048), (1, 128, 9480), (1, 3, 20, 76, 96, 300)
     for packing, width, n, g in product(GROUP_PACKINGS.values(), widths, tiles, groups):
-        tile = choose_tile(width, n, g, packing)
+        tile = choose_tile(width, n, g, packing, 132)
         assert tile.warps == group_warps(g) <= 16
         assert 1 <= tile.row_tiles * packing.rows // 2 * tile.token_tiles <= MOST_TILES
         turns = tile.warps * tile.ahead

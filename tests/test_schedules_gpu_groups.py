@@ -20,6 +20,7 @@ from gpu_kernels import (
     kernel,
     normal,
     nothing,
+    tiled_as,
 )
 
 from bitmtp_tvm import reference
@@ -80,9 +81,9 @@ def test_linear_is_one_tree_in_every_width(kernels, rng, segments, size, residua
         step = slice(max(4 - width, 0), max(4, width))
         arguments = [q[step], scale[step], total[step], *packed]
         arguments += [added[step]] if residual else []
-        item = group_linear(segments, size, residual, form, width)
-        got = kernels.run(item, [*arguments, nothing(width, rows)])[-1]
-        assert np.array_equal(got, want[step], equal_nan=True)
+        for item in tiled_as(group_linear(segments, size, residual, form, width)):
+            got = kernels.run(item, [*arguments, nothing(width, rows)])[-1]
+            assert np.array_equal(got, want[step], equal_nan=True), item.name
 
 
 @pytest.mark.parametrize("form", GROUP_FORMATS)

@@ -4,6 +4,7 @@ What they compute is compared with the numpy twin in tests/test_schedules_gpu.py
 """
 
 import re
+from dataclasses import replace
 from itertools import product
 
 import gpu_kernels
@@ -60,22 +61,101 @@ def test_two_rows_and_fewer_are_left_to_dp4a():
         assert ("__dp4a(" in text.split("__global__")[-1]) == (width < 3)
 
 
-WIDTHS = (3, 4, 8, 9, 16, 24, 32, 33, 64, 65, 130, 2048)
+WIDTHS = (1, 3, 4, 8, 9, 16, 24, 32, 33, 64, 65, 130, 2048)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_tiles_fit_any_shape(width):
-    from schedules.gpu.low_bit_mma import _summed_at_once, choose_tile
+def test_the_rule_has_a_tile_for_any_shape(width):
+    from schedules.gpu.low_bit_mma_tile import choose_tile, problem
 
-    for tiles, blocks in product((1, 9, 160, 864, 9480), (1, 2, 4, 11, 20, 54, 127, 172)):
-        tile = choose_tile(width, tiles, blocks, 132)
-        turns = -(-blocks // tile.warps)
-        assert 1 <= tile.warps <= min(20, blocks) and 1 <= tile.ahead <= turns
-        assert tile.token_tiles <= min(4, -(-width // 8))
+    tiles, blocks, cards = (1, 9, 160, 864, 9480), (1, 2, 4, 11, 20, 54, 127, 172), (4, 16, 132)
+    for n, k, multiprocessors in product(tiles, blocks, cards):
+        tile = choose_tile(width, n, k, multiprocessors)
+        assert problem(tile, k) == ""
+        assert tile.warps <= 20 and tile.token_tiles <= min(4, -(-width // 8))
         # No block but the last has nothing but clamped rows.
-        groups = -(-width // (8 * tile.token_tiles))
-        assert (groups - 1) * 8 * tile.token_tiles < width
-        at_once = _summed_at_once(tile)
-        assert tile.token_tiles % at_once == 0
-        assert at_once * tile.row_tiles * tile.warps * 512 <= 48 * 1024
-        assert tile.sums <= 64
+        groups = -(-width // tile.tokens)
+        assert (groups - 1) * tile.tokens < width
+
+
+# Warps, row tiles and teams that were the fastest on an H200, of the shapes of REAL.
+FASTEST = {
+    1: [(10, 1, 1), (10, 1, 1), (5, 2, 2), (18, 1, 1)],
+    8: [(20, 2, 1), (10, 1, 1), (5, 2, 1), (18, 1, 1)],
+    16: [(20, 2, 1), (20, 2, 1), (4, 4, 1), (9, 1, 1)],
+    32: [(20, 2, 1), (20, 2, 1), (5, 2, 2), (9, 2, 1)],
+}
+
+
+@pytest.mark.parametrize("width", FASTEST)
+def test_candidates_are_many_and_the_fastest_known_among_them(width):
+    from schedules.gpu import TEMPLATES
+    from schedules.space import LARGE_CARD, choices
+    from schedules.workload import read
+
+    for item, fastest in zip(REAL[::4], FASTEST[width], strict=True):
+        work = read(gpu_kernels.definition(replace(item, dims=(("width", width),))))
+        found = choices(TEMPLATES["low_bit_linear"], work, LARGE_CARD)
+        tiles = [c.tile for c in found if c.template.name.startswith("low_bit_mma")]
+        assert 20 <= len(tiles) == len(set(tiles)) <= 100
+        known = [t for t in tiles if (t.warps, t.row_tiles, t.teams) == fastest]
+        assert any(tile.token_tiles == -(-width // 8) for tile in known)
+        assert found[0].template.name == ("low_bit_gemv" if width < 3 else "low_bit_mma")
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    from bitmtp_tvm.targets import tvm_target
+    from schedules.gpu.low_bit_mma import TEMPLATE
+    from schedules.workload import read
+
+    target = tvm_target(gpu_kernels.target_for("sm_90a"))
+    work = read(gpu_kernels.definition(linear((64,), 512, False, 8)))
+    fitting = {"warps": 2, "teams": 2, "row_tiles": 1, "token_tiles": 1, "ahead": 2}
+    fitting |= {"x_ahead": 2, "chains": 4, "resident": 1}
+    assert TEMPLATE.make(work, TEMPLATE.tile(**fitting), target)
+    for wrong in (
+        {"warps": 5},
+        {"warps": 0},
+        {"teams": 32},
+        {"ahead": 3},
+        {"x_ahead": 3},
+        {"chains": 2},
+        {"resident": 16},
+        {"row_tiles": 4, "token_tiles": 8},
+        {"row_tiles": 4, "token_tiles": 4, "resident": 4},
+    ):
+        with pytest.raises(ValueError, match="MmaTile"):
+            TEMPLATE.make(work, TEMPLATE.tile(**(fitting | wrong)), target)
+
+
+EARLIER = re.compile(r"griddepcontrol_launch_dependents\(\);(.*?)\w+griddepcontrol_wait\(\);", re.S)
+
+
+def test_only_weights_and_their_scales_are_read_before_the_wait():
+    """Of every kernel that waits by itself, rules and tiles alike."""
+    items = [*REAL[:4], *gpu_kernels.tiled_linears()]
+    text = gpu_kernels.cuda_text(items, gpu_kernels.target_for("sm_90a"))
+    bodies = re.split(r'^extern "C" __global__ ', text, flags=re.MULTILINE)
+    kernels = [body for body in bodies[1:] if "mma_int_sync" in body]
+    assert len(kernels) == sum("mma" in (i.tile or ("mma",))[0] for i in items)
+    for body in kernels:
+        (early,) = EARLIER.findall(body)
+        assert "ld_vec_weak" in early and not re.search(r"\b(q|scale|total|residual|y)_ptr", early)
+        assert not re.search(r"(weight|weight_scale)_ptr\[", early.replace("(&(weight", "("))
+
+
+@pytest.mark.parametrize("width", (128, 512))
+def test_tiles_for_many_rows_fit_and_the_rule_takes_one_where_they_fill_the_card(width):
+    from schedules.gpu import TEMPLATES
+    from schedules.gpu.low_bit_mma_wide import problem
+    from schedules.space import LARGE_CARD, choices
+    from schedules.workload import read
+
+    for item in REAL[::4]:
+        work = read(gpu_kernels.definition(replace(item, dims=(("width", width),))))
+        found = choices(TEMPLATES["low_bit_linear"], work, LARGE_CARD)
+        tiles = [c.tile for c in found if c.template.name.startswith("low_bit_mma_wide")]
+        assert 20 <= len(tiles) == len(set(tiles)) <= 65
+        assert not any(problem(tile) for tile in tiles)
+        filled = width == 512 or sum(item.arguments[0]) == 13824
+        assert (found[0].template.name == "low_bit_mma_wide") == filled

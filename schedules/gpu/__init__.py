@@ -5,10 +5,10 @@ from schedules.gpu import (
     attention_parts,
     attention_split,
     attention_whole,
-    low_bit_gemv,
-    low_bit_group_gemv,
+    gemv_tile,
     low_bit_group_mma,
     low_bit_mma,
+    low_bit_mma_wide,
 )
 from schedules.gpu.attention_join import attention_join
 from schedules.gpu.choose import choose, softmax_parts
@@ -24,10 +24,13 @@ TEMPLATES = {
     "attention": (attention_whole.TEMPLATE, attention.TEMPLATE),
     "attention_parts": (attention_split.TEMPLATE, attention_parts.TEMPLATE),
     "low_bit_linear": (
+        low_bit_mma_wide.TEMPLATE,
         low_bit_mma.TEMPLATE,
-        low_bit_gemv.TEMPLATE,
+        low_bit_mma_wide.SOME_ROWS,
+        gemv_tile.TEMPLATE,
+        low_bit_mma.FEW_ROWS,
         low_bit_group_mma.TEMPLATE,
-        low_bit_group_gemv.TEMPLATE,
+        gemv_tile.GROUP_TEMPLATE,
     ),
 }
 

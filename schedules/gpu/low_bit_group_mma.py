@@ -10,43 +10,34 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.gpu.linear import linear_kernel
-from schedules.gpu.low_bit_group_gemv import MANY_BLOCKS, warps_for
+from schedules.gpu.low_bit_group_mma_tile import candidates, checked, choose
 from schedules.gpu.low_bit_group_mma_warp import (
     OUTPUTS,
     PARTS,
     ROWS,
     TOKENS,
+    WORDS,
     GroupMmaTile,
     accumulator,
 )
-from schedules.gpu.packed import GROUP_PACKINGS, Packing
-from schedules.gpu.thread import WARP, add, ceil_div
+from schedules.gpu.packed import GROUP_PACKINGS
+from schedules.gpu.thread import (
+    WARP,
+    add,
+    ceil_div,
+    let_others_start,
+    overlaps,
+    wait_for_others,
+)
 from schedules.space import Card, Template
 from schedules.workload import Workload
 
 # With fewer rows most of an mma is idle.
 LEAST_WIDTH = 3
-# Tiles of 16 rows x 8 tokens of a warp: each has 16 sums in a lane.
-MOST_TILES = 2
-MOST_AHEAD = 4
-# Threads of a multiprocessor of which each has 128 registers.
-BUSY_THREADS = 512
+# Results of a thread whose addends are read before the products.
+MOST_EARLY = 4
 # Outputs of a tile stand 33 apart, so that neither writes nor reads collide in a bank.
 STRIDE = WARP + 1
-
-
-def choose_tile(width: int, tiles: int, groups: int, packing: Packing) -> GroupMmaTile:
-    """The tile for `width` activation rows and `tiles` x `groups` tiles of weights."""
-    warps, halves = warps_for(groups), packing.rows // 2
-    needed = ceil_div(width, TOKENS)
-    # Spread evenly over the fewest blocks.
-    token_tiles = ceil_div(needed, ceil_div(needed, MOST_TILES // halves))
-    many = tiles * ceil_div(needed, token_tiles) >= MANY_BLOCKS
-    # More rows share the loads of the activations.
-    row_tiles = 2 if many and 2 * halves * token_tiles <= MOST_TILES else 1
-    most_ahead = MOST_AHEAD // (row_tiles * halves * token_tiles)
-    rounds = ceil_div(ceil_div(groups, warps), most_ahead)
-    return GroupMmaTile(token_tiles, row_tiles, warps, ceil_div(groups, warps * rounds))
 
 
 def serves(work: Workload, card: Card) -> bool:
@@ -54,21 +45,38 @@ def serves(work: Workload, card: Card) -> bool:
     return work.settings["format"] in GROUP_PACKINGS and work.width >= LEAST_WIDTH
 
 
-def choose(work: Workload, card: Card) -> GroupMmaTile:
-    """The rule's tile."""
-    tiles, groups = work.shapes[3][:2]
-    return choose_tile(work.width, tiles, groups, GROUP_PACKINGS[work.settings["format"]])
-
-
-def _template(work: Workload, tile: GroupMmaTile) -> tirx.PrimFunc:
+def _template(work: Workload, tile: GroupMmaTile, early: bool) -> tirx.PrimFunc:
+    """With `early`, the first weights are on their way before the kernel waits for others."""
+    checked(work, tile)
     packing = GROUP_PACKINGS[work.settings["format"]]
     width, columns = work.shapes[-1]
     tiles, groups = work.shapes[3][:2]
     row_tiles, token_tiles, warps = tile.row_tiles, tile.token_tiles, tile.warps
-    threads = warps * WARP
-    blocks = row_tiles * packing.tile // ROWS * token_tiles
+    threads = warps * tile.teams * WARP
+    # Tiles of 16 rows and 8 tokens: of a warp, and of a block.
+    own = row_tiles * packing.tile // ROWS * token_tiles
+    blocks = own * tile.teams
     outputs = blocks * ROWS * TOKENS
-    accumulate = accumulator(packing, tile, (width, tiles, groups))
+    turns = ceil_div(outputs, threads)
+    begin, accumulate = accumulator(packing, tile, (width, tiles, groups))
+
+    def warp_of(thread):
+        return thread // WARP % warps
+
+    def team_of(thread):
+        return thread // (warps * WARP)
+
+    def own_tile(first_tile, thread):
+        """The first row tile of a thread's team."""
+        return first_tile + team_of(thread) * row_tiles
+
+    # Output number `at` of a block: rows inside, then tokens, then tiles.
+    def token_of(token, at):
+        return token + at // (ROWS * TOKENS) % token_tiles * TOKENS + at // ROWS % TOKENS
+
+    def row_of(first_tile, at):
+        within = at // (ROWS * TOKENS * token_tiles) * ROWS + at % ROWS
+        return first_tile * packing.tile + within
 
     def place(warp, block, output, lane):
         return ((warp * blocks + block) * OUTPUTS + output) * STRIDE + lane
@@ -82,66 +90,97 @@ def _template(work: Workload, tile: GroupMmaTile) -> tirx.PrimFunc:
         even = add(acc[first], acc[first + 2 * OUTPUTS])
         return add(even, add(acc[first + OUTPUTS], acc[first + 3 * OUTPUTS]))
 
-    def with_residual(value, residual, token, n):
-        return value if residual is None else add(value, residual[token, n])
+    def with_residual(value, residual, addend):
+        return value if residual is None else add(value, addend)
 
     @T.macro
-    def store(partial, block, row, column, residual, y, token, n):
+    def read_addends(residual, addend, first_tile, token, thread):
+        if residual is not None:
+            for turn in T.unroll(turns):
+                addend[turn] = residual[
+                    T.min(token_of(token, turn * threads + thread), width - 1),
+                    T.min(row_of(first_tile, turn * threads + thread), columns - 1),
+                ]
+
+    @T.macro
+    def store(partial, at, residual, addend, y, token, n):
         dot = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        if (block < blocks) and (token < width) and (n < columns):
-            dot[0] = partial[place_of(0, block, row, column)]
+        if (at < outputs) and (token < width) and (n < columns):
+            dot[0] = partial[place_of(0, at // (ROWS * TOKENS), at % ROWS, at // ROWS % TOKENS)]
             for i in T.unroll(warps - 1):
-                dot[0] = add(dot[0], partial[place_of(i + 1, block, row, column)])
-            y[token, n] = with_residual(dot[0], residual, token, n)
+                dot[0] = add(
+                    dot[0],
+                    partial[place_of(i + 1, at // (ROWS * TOKENS), at % ROWS, at // ROWS % TOKENS)],
+                )
+            y[token, n] = with_residual(dot[0], residual, addend)
 
     @T.macro
-    def store_all(partial, residual, y, first_row, first_token, thread):
-        # Neighbouring threads have neighbouring rows.
-        for turn in T.unroll(ceil_div(outputs, threads)):
-            store(
-                partial,
-                (turn * threads + thread) // (ROWS * TOKENS),
-                (turn * threads + thread) % ROWS,
-                (turn * threads + thread) // ROWS % TOKENS,
-                residual,
-                y,
-                first_token
-                + (turn * threads + thread) // (ROWS * TOKENS) % token_tiles * TOKENS
-                + (turn * threads + thread) // ROWS % TOKENS,
-                first_row
-                + (turn * threads + thread) // (ROWS * TOKENS * token_tiles) * ROWS
-                + thread % ROWS,
-            )
+    def share(partial, acc, thread):
+        for block in T.unroll(own):
+            for i in T.unroll(OUTPUTS):
+                partial[place(warp_of(thread), team_of(thread) * own + block, i, thread % WARP)] = (
+                    joined(acc, block * PARTS * OUTPUTS + i)
+                )
 
     @T.macro
     def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
-        acc = T.sblock_alloc_buffer((blocks * PARTS * OUTPUTS,), "float32", scope="local")
+        acc = T.sblock_alloc_buffer((own * PARTS * OUTPUTS,), "float32", scope="local")
+        words = T.sblock_alloc_buffer((tile.ahead * row_tiles * WORDS,), "uint32", scope="local")
+        scales = T.sblock_alloc_buffer(
+            (tile.ahead * row_tiles * packing.rows,), "uint16", scope="local"
+        )
+        addend = T.sblock_alloc_buffer((turns,), "float32", scope="local")
         partial = T.sblock_alloc_buffer(
             (warps * blocks * OUTPUTS * STRIDE,), "float32", scope="shared"
         )
         # Without a word on blocks ptxas saves registers for as many as it can, and loads late.
-        with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", max(1, BUSY_THREADS // threads)):
+        with T.attr(0, "tirx.launch_bounds_min_blocks_per_sm", tile.resident):
+            if early:
+                let_others_start()
+            begin(
+                weight,
+                weight_scale,
+                words,
+                scales,
+                own_tile(first_tile, thread),
+                warp_of(thread),
+                thread % WARP,
+            )
+            if early:
+                wait_for_others()
+            if turns <= MOST_EARLY:
+                read_addends(residual, addend, first_tile, token, thread)
             accumulate(
                 q,
                 scale,
                 total,
                 weight,
                 weight_scale,
+                words,
+                scales,
                 acc,
-                first_tile,
+                own_tile(first_tile, thread),
                 token,
-                thread // WARP,
+                warp_of(thread),
                 thread % WARP,
             )
-        for block in T.unroll(blocks):
-            for i in T.unroll(OUTPUTS):
-                partial[place(thread // WARP, block, i, thread % WARP)] = joined(
-                    acc, block * PARTS * OUTPUTS + i
+            share(partial, acc, thread)
+            if turns > MOST_EARLY:
+                read_addends(residual, addend, first_tile, token, thread)
+            T.tvm_storage_sync("shared")
+            # Neighbouring threads have neighbouring rows.
+            for turn in T.unroll(turns):
+                store(
+                    partial,
+                    turn * threads + thread,
+                    residual,
+                    addend[turn],
+                    y,
+                    token_of(token, turn * threads + thread),
+                    row_of(first_tile, turn * threads + thread),
                 )
-        T.tvm_storage_sync("shared")
-        store_all(partial, residual, y, first_tile * packing.tile, token, thread)
 
-    return linear_kernel(work, threads, row_tiles, tile.tokens, one_block)
+    return linear_kernel(work, threads, tile.block_tiles, tile.tokens, one_block)
 
 
 TEMPLATE = Template(
@@ -149,6 +188,6 @@ TEMPLATE = Template(
     tile=GroupMmaTile,
     serves=serves,
     choose=choose,
-    candidates=lambda work, card: [choose(work, card)],
-    make=lambda work, tile, target: _template(work, tile),
+    candidates=candidates,
+    make=lambda work, tile, target: _template(work, tile, overlaps(target)),
 )

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
+from schedules.gpu.exchange import exchange
 from schedules.gpu.low_bit_group_warp import INTEGER_BITS, INTEGER_ZERO
 from schedules.gpu.packed import K_BLOCK, LANE_K, WORDS, Packing
-from schedules.gpu.thread import across, add, ceil_div, fma, mul, rolled, span
+from schedules.gpu.thread import add, ceil_div, fma, load_weights, mul, rolled, span
 
 # Rows and tokens of an mma; its share of a lane: rows g and g + 8, tokens 2t and 2t + 1.
 ROWS = 16
@@ -20,68 +21,62 @@ TOKENS = 8
 OUTPUTS = 4
 # Parts of a group that are summed apart.
 PARTS = K_BLOCK // LANE_K
+# More groups a warp than this are a loop.
+MOST_UNROLLED = 8
 
 
 @dataclass(frozen=True)
 class GroupMmaTile:
-    """What one block computes: `row_tiles` tiles of rows for `token_tiles` times 8 rows of x.
+    """What one block computes: `teams` times `row_tiles` tiles of rows for `token_tiles` times 8
+    rows of x.
 
-    warps: ways K is split; ahead: 16-byte weight loads a lane has in flight for each tile.
+    warps: ways K is split, which K alone decides; teams: sets of as many warps, each with row tiles
+    of its own; ahead: 16-byte weight loads a lane has in flight for each tile; x_ahead: groups
+    whose activations are loaded together; resident: blocks that a multiprocessor must have
+    registers for.
     """
 
     token_tiles: int
     row_tiles: int
     warps: int
+    teams: int
     ahead: int
+    x_ahead: int
+    resident: int
 
     @property
     def tokens(self) -> int:
         return TOKENS * self.token_tiles
 
-
-def chosen(traded, kept, lane, distance: int):
-    """The fields that the lane trades from `traded`, those that it keeps from `kept`."""
-    low = 0x33333333 if distance == 1 else 0x0F0F0F0F
-    mask = T.Select(T.bitwise_and(lane, distance) == 0, T.uint32(low), T.uint32(low ^ 0xFFFFFFFF))
-    return T.bitwise_or(T.bitwise_and(kept, mask), T.bitwise_and(traded, T.bitwise_not(mask)))
-
-
-def turned(direction: str, word, lane, distance: int):
-    """`word` rotated so that traded fields come to the place of kept ones ("r"), or back ("l")."""
-    amount = T.Select(T.bitwise_and(lane, distance) == 0, 2 * distance, 32 - 2 * distance)
-    return T.call_pure_extern("uint32", f"__funnelshift_{direction}", word, word, amount)
-
-
-@T.macro
-def exchange(words, first, lane, distance):
-    """Two words swap their two-bit fields with the lane at `distance` (1 or 2).
-
-    The fields number f of a byte with f & distance == lane & distance stay, the others are traded
-    for the other lane's: one word carries those of both.
-    """
-    sent = T.sblock_alloc_buffer((1,), "uint32", scope="local")
-    sent[0] = chosen(words[first], turned("r", words[first + 1], lane, distance), lane, distance)
-    sent[0] = across(sent[0], distance)
-    words[first] = chosen(turned("l", sent[0], lane, distance), words[first], lane, distance)
-    words[first + 1] = chosen(sent[0], words[first + 1], lane, distance)
+    @property
+    def block_tiles(self) -> int:
+        """Row tiles of a block."""
+        return self.teams * self.row_tiles
 
 
 def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int]):
-    """A macro that leaves in `acc` a lane's sums over the groups of its warp, by rows, tokens, part
-    of the group and output of the mma; `shape` is (width, tiles, groups)."""
+    """Two macros: the first loads what a warp multiplies first, into `words` and `scales`, the
+    second leaves in `acc` a lane's sums over the groups of its warp, by rows, tokens, part of the
+    group and output of the mma; `shape` is (width, tiles, groups)."""
     width, tiles, groups = shape
     row_tiles, token_tiles, warps, ahead = tile.row_tiles, tile.token_tiles, tile.warps, tile.ahead
     rows = row_tiles * packing.rows
-    rounds = ceil_div(groups, warps * ahead)
+    turns = ceil_div(groups, warps)
+    unrolled = turns if turns <= MOST_UNROLLED else ahead
+    rounds = ceil_div(turns, unrolled)
+    x_ahead = min(tile.x_ahead, unrolled)
 
     def group_of(warp, turn):
         return warp + turn * warps
 
     def exists(group):
-        return True if rounds * warps * ahead == groups else group < groups
+        return True if rounds * warps * unrolled == groups else group < groups
 
     def row_of(token):
         return T.min(token, width - 1)
+
+    def scale_of(scales, i):
+        return T.Cast("float32", T.reinterpret("float16", scales[i]))
 
     def operand(words, first, row, half, part):
         """Four bytes of weight + 1 of the lane's row, at its columns of the part."""
@@ -89,23 +84,32 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
         word = words[first + row // packing.rows * WORDS + packing.word(row % packing.rows, step)]
         return packing.plus_one(word, step)
 
+    def nothing_yet(start, slot, part, token):
+        return T.Select(part == 0, start[slot * 2 + token], T.uint32(INTEGER_BITS))
+
     def share(bits):
         return add(T.reinterpret("float32", bits), T.float32(-INTEGER_ZERO))
 
     @T.macro
     def load(weight, weight_scale, words, scales, first_tile, group, lane, i):
         for r in T.unroll(row_tiles):
-            words[span((i * row_tiles + r) * WORDS, WORDS)] = weight[
-                T.min(first_tile + r, tiles - 1), T.min(group, groups - 1), lane, span(0, WORDS)
-            ]
+            load_weights(
+                words,
+                (i * row_tiles + r) * WORDS,
+                T.address_of(
+                    weight[T.min(first_tile + r, tiles - 1), T.min(group, groups - 1), lane, 0]
+                ),
+            )
             for row in T.unroll(packing.rows):
-                scales[i * rows + r * packing.rows + row] = T.Cast(
-                    "float32",
-                    weight_scale[
-                        T.min(first_tile + r, tiles - 1),
-                        T.min(group, groups - 1),
-                        row * 8 + lane // 4,
-                    ],
+                T.ptx["ld.weak.global.u16"](
+                    scales[i * rows + r * packing.rows + row],
+                    T.address_of(
+                        weight_scale[
+                            T.min(first_tile + r, tiles - 1),
+                            T.min(group, groups - 1),
+                            row * 8 + lane // 4,
+                        ]
+                    ),
                 )
 
     @T.macro
@@ -128,8 +132,6 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
     def add_part(codes, x, start, factors, acc, sums, slot, j, part):
         d = T.sblock_alloc_buffer((OUTPUTS,), "uint32", scope="local")
         # The integers are summed on top of the bits of a float, less the group's total in part 0.
-        for i in T.unroll(OUTPUTS):
-            d[i] = T.Select(part == 0, start[slot * 2 + i % 2], T.uint32(INTEGER_BITS))
         T.ptx.mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32(
             d[0],
             d[1],
@@ -141,24 +143,24 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
             codes[3],
             x[(slot * PARTS + part) * 2],
             x[(slot * PARTS + part) * 2 + 1],
-            d[0],
-            d[1],
-            d[2],
-            d[3],
+            nothing_yet(start, slot, part, 0),
+            nothing_yet(start, slot, part, 1),
+            nothing_yet(start, slot, part, 0),
+            nothing_yet(start, slot, part, 1),
         )
         for i in T.unroll(OUTPUTS):
             acc[sums + i] = fma(share(d[i]), factors[j * OUTPUTS + i], acc[sums + i])
 
     @T.macro
-    def add_rows(words, scales, x, token_scales, start, acc, m, i):
-        """Rows 16m..16m + 15 of the block."""
+    def add_rows(words, scales, x, token_scales, start, acc, m, i, slot):
+        """Rows 16m..16m + 15 of the warp; its weights are number i, its activations number slot."""
         codes = T.sblock_alloc_buffer((4,), "uint32", scope="local")
         factors = T.sblock_alloc_buffer((token_tiles * OUTPUTS,), "float32", scope="local")
         for j in T.unroll(token_tiles):
             for k in T.unroll(OUTPUTS):
                 factors[j * OUTPUTS + k] = mul(
-                    token_scales[(i * token_tiles + j) * 2 + k % 2],
-                    scales[i * rows + m * 2 + k // 2],
+                    token_scales[(slot * token_tiles + j) * 2 + k % 2],
+                    scale_of(scales, i * rows + m * 2 + k // 2),
                 )
         for part in T.unroll(PARTS):
             for k in T.unroll(4):
@@ -171,7 +173,7 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
                     factors,
                     acc,
                     ((m * token_tiles + j) * PARTS + part) * OUTPUTS,
-                    i * token_tiles + j,
+                    slot * token_tiles + j,
                     j,
                     part,
                 )
@@ -193,44 +195,118 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
             )
 
     @T.macro
-    def accumulate(q, scale, total, weight, weight_scale, acc, first_tile, token, warp, lane):
-        words = T.sblock_alloc_buffer((ahead * row_tiles * WORDS,), "uint32", scope="local")
-        scales = T.sblock_alloc_buffer((ahead * rows,), "float32", scope="local")
-        x = T.sblock_alloc_buffer((ahead * token_tiles * PARTS * 2,), "uint32", scope="local")
-        token_scales = T.sblock_alloc_buffer((ahead * token_tiles * 2,), "float32", scope="local")
-        start = T.sblock_alloc_buffer((ahead * token_tiles * 2,), "uint32", scope="local")
-        for i in T.unroll(rows // 2 * token_tiles * PARTS * OUTPUTS):
-            acc[i] = T.float32(0)
-        for turn in rolled(rounds):
-            for i in T.unroll(ahead):
+    def one_group(words, scales, x, factors, start, acc, group, lane, i, slot):
+        for pair in T.unroll(row_tiles * WORDS // 2):
+            exchange(words, i * row_tiles * WORDS + pair * 2, lane, 1)
+            exchange(words, i * row_tiles * WORDS + pair * 2, lane, 2)
+        if exists(group):
+            for m in T.unroll(rows // 2):
+                add_rows(words, scales, x, factors, start, acc, m, i, slot)
+
+    @T.macro
+    def one_round(
+        q,
+        scale,
+        total,
+        weight,
+        weight_scale,
+        words,
+        scales,
+        acc,
+        first_tile,
+        token,
+        warp,
+        lane,
+        first,
+        last,
+    ):
+        x = T.sblock_alloc_buffer((x_ahead * token_tiles * PARTS * 2,), "uint32", scope="local")
+        factors = T.sblock_alloc_buffer((x_ahead * token_tiles * 2,), "float32", scope="local")
+        start = T.sblock_alloc_buffer((x_ahead * token_tiles * 2,), "uint32", scope="local")
+        for i in T.unroll(unrolled):
+            if i % x_ahead == 0:
+                for slot in T.unroll(x_ahead):
+                    if i + slot < unrolled:
+                        load_tokens(
+                            q,
+                            scale,
+                            total,
+                            x,
+                            factors,
+                            start,
+                            token,
+                            group_of(warp, first + i + slot),
+                            lane,
+                            slot,
+                        )
+            one_group(
+                words,
+                scales,
+                x,
+                factors,
+                start,
+                acc,
+                group_of(warp, first + i),
+                lane,
+                i % ahead,
+                i % x_ahead,
+            )
+            # What was just used makes room for what is `ahead` turns away.
+            if (not last) or (i + ahead < unrolled):
                 load(
                     weight,
                     weight_scale,
                     words,
                     scales,
                     first_tile,
-                    group_of(warp, turn * ahead + i),
+                    group_of(warp, first + i + ahead),
                     lane,
-                    i,
+                    i % ahead,
                 )
-                load_tokens(
-                    q,
-                    scale,
-                    total,
-                    x,
-                    token_scales,
-                    start,
-                    token,
-                    group_of(warp, turn * ahead + i),
-                    lane,
-                    i,
-                )
-            for pair in T.unroll(ahead * row_tiles * WORDS // 2):
-                exchange(words, pair * 2, lane, 1)
-                exchange(words, pair * 2, lane, 2)
-            for i in T.unroll(ahead):
-                if exists(group_of(warp, turn * ahead + i)):
-                    for m in T.unroll(rows // 2):
-                        add_rows(words, scales, x, token_scales, start, acc, m, i)
 
-    return accumulate
+    @T.macro
+    def begin(weight, weight_scale, words, scales, first_tile, warp, lane):
+        for i in T.unroll(ahead):
+            load(weight, weight_scale, words, scales, first_tile, group_of(warp, i), lane, i)
+
+    @T.macro
+    def accumulate(
+        q, scale, total, weight, weight_scale, words, scales, acc, first_tile, token, warp, lane
+    ):
+        for i in T.unroll(rows // 2 * token_tiles * PARTS * OUTPUTS):
+            acc[i] = T.float32(0)
+        for turn in rolled(rounds - 1):
+            one_round(
+                q,
+                scale,
+                total,
+                weight,
+                weight_scale,
+                words,
+                scales,
+                acc,
+                first_tile,
+                token,
+                warp,
+                lane,
+                turn * unrolled,
+                False,
+            )
+        one_round(
+            q,
+            scale,
+            total,
+            weight,
+            weight_scale,
+            words,
+            scales,
+            acc,
+            first_tile,
+            token,
+            warp,
+            lane,
+            (rounds - 1) * unrolled,
+            True,
+        )
+
+    return begin, accumulate

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from schedules.gpu.thread import ceil_div, rolled, span
+from schedules.gpu.thread import ceil_div, load_weights, rolled, span
 
 K_BLOCK = 128
 LANE_K = 32
@@ -18,6 +18,8 @@ ROWS = 16
 TOKENS = 8
 WORDS = 4
 STEPS = 4
+# 16-byte loads of a lane's part of a block of an activation row.
+LOADS = LANE_K // 16
 # A lane's sums of a tile: rows g and g + 8, activation rows 2t and 2t + 1.
 SUMS = 4
 CODES = 0x03030303
@@ -27,42 +29,61 @@ MOST_UNROLLED = 8
 
 @dataclass(frozen=True)
 class MmaTile:
-    """What one block computes: `row_tiles` tiles of 16 rows for `token_tiles` of 8 tokens.
+    """What one block computes: `teams` times `row_tiles` tiles of 16 rows, for `token_tiles` of 8
+    tokens.
 
-    warps: ways K is split; ahead: 16-byte weight loads a lane has in flight for each row tile;
-    chains: sums that a lane keeps apart for each of its results, 1 or 4. One for every step spares
-    the shift that brings a code to the lowest bits (the sum of step s is 4**s times too large until
-    the end), and costs registers.
+    warps: ways K is split; teams: sets of as many warps, each with row tiles of its own; ahead:
+    16-byte weight loads a lane has in flight for each row tile; x_ahead: 16-byte loads of each
+    activation row that a lane issues together, of which a block of K has two; chains: sums that a
+    lane keeps apart for each of its results, 1 or 4. One for every step spares the shift that
+    brings a code to the lowest bits (the sum of step s is 4**s times too large until the end), and
+    costs registers. resident: blocks that a multiprocessor must have registers for.
     """
 
     warps: int
+    teams: int
     row_tiles: int
     token_tiles: int
     ahead: int
+    x_ahead: int
     chains: int
+    resident: int
 
     @property
     def sums(self) -> int:
         """Accumulators of a lane."""
         return self.row_tiles * self.token_tiles * self.chains * SUMS
 
+    @property
+    def block_tiles(self) -> int:
+        """Row tiles of a block."""
+        return self.teams * self.row_tiles
+
+    @property
+    def tokens(self) -> int:
+        """Activation rows of a block."""
+        return self.token_tiles * TOKENS
+
 
 def accumulator(tile: MmaTile, shape: tuple[int, int, int]):
-    """A macro that leaves in `acc` a lane's sums over the blocks of its warp, for `lane_sum`;
-    `shape` is (width, tiles, blocks)."""
+    """Two macros: the first loads what a warp multiplies first, into `words`, the second leaves in
+    `acc` a lane's sums over the blocks of its warp, for `lane_sum`; `shape` is (width, tiles,
+    blocks)."""
     width, tiles, blocks = shape
-    warps, row_tiles, token_tiles, ahead = (
+    warps, row_tiles, token_tiles, ahead, chains = (
         tile.warps,
         tile.row_tiles,
         tile.token_tiles,
         tile.ahead,
+        tile.chains,
     )
-    chains = tile.chains
     turns = ceil_div(blocks, warps)
     unrolled = turns if turns <= MOST_UNROLLED else ahead
     rounds = ceil_div(turns, unrolled)
-    crowded = row_tiles * token_tiles > 8
     divides = rounds * unrolled * warps == blocks
+    x_loads = min(tile.x_ahead, LOADS * unrolled)
+    pieces = ceil_div(LOADS * unrolled, x_loads)
+    crowded = row_tiles * token_tiles > 8
 
     def in_range(value, end, always):
         return value if always else T.min(value, end - 1)
@@ -81,19 +102,25 @@ def accumulator(tile: MmaTile, shape: tuple[int, int, int]):
         return T.bitwise_and(T.shift_right(word, shift), mask)
 
     def activations(q, token, block, lane, half):
-        row = in_range(token + lane // 4, width, width % (TOKENS * token_tiles) == 0)
+        row = in_range(token + lane // 4, width, width % tile.tokens == 0)
         at = in_range(block, blocks, divides) * K_BLOCK + lane % 4 * LANE_K + half * 16
         return T.reinterpret("uint32x4", q[row, span(at, 16)])
 
     @T.macro
     def load(weight, words, first_tile, block, lane, slot):
         for r in T.unroll(row_tiles):
-            words[span((slot * row_tiles + r) * WORDS, WORDS)] = weight[
-                in_range(first_tile + r, tiles, tiles % row_tiles == 0),
-                in_range(block, blocks, divides),
-                lane,
-                span(0, WORDS),
-            ]
+            load_weights(
+                words,
+                (slot * row_tiles + r) * WORDS,
+                T.address_of(
+                    weight[
+                        in_range(first_tile + r, tiles, tiles % tile.block_tiles == 0),
+                        in_range(block, blocks, divides),
+                        lane,
+                        0,
+                    ]
+                ),
+            )
 
     @T.macro
     def product(acc, at, a, x, first):
@@ -115,10 +142,11 @@ def accumulator(tile: MmaTile, shape: tuple[int, int, int]):
         )
 
     @T.macro
-    def multiply(words, x, acc, block, slot, half):
+    def multiply(words, x, acc, block, slot, half, place):
+        """The products of half a block, whose activations are load number `place` of `x`."""
         a = T.sblock_alloc_buffer((WORDS,), "uint32", scope="local")
         for r in T.unroll(row_tiles):
-            for step in T.unroll(STEPS // 2):
+            for step in T.unroll(STEPS // LOADS):
                 for i in T.unroll(WORDS):
                     a[i] = codes(words[(slot * row_tiles + r) * WORDS + i], half * 2 + step, block)
                 for n in T.unroll(token_tiles):
@@ -127,41 +155,77 @@ def accumulator(tile: MmaTile, shape: tuple[int, int, int]):
                         ((r * token_tiles + n) * chains + (half * 2 + step) % chains) * SUMS,
                         a,
                         x,
-                        n * WORDS + 2 * step,
+                        (place * token_tiles + n) * WORDS + 2 * step,
                     )
 
     @T.macro
-    def one_block(q, words, acc, token, block, lane, slot):
-        """The products of a block of K, whose 16-byte halves of activations are two steps each."""
-        x = T.sblock_alloc_buffer((token_tiles * WORDS,), "uint32", scope="local")
-        for half in T.unroll(2):
-            for n in T.unroll(token_tiles):
-                x[span(n * WORDS, WORDS)] = activations(q, token + n * TOKENS, block, lane, half)
-            multiply(words, x, acc, block, slot, half)
+    def load_tokens(q, x, token, warp, lane, first, piece):
+        """The activations of a piece of a round: of its loads, `x_loads` one after another."""
+        for i in T.unroll(x_loads):
+            if piece * x_loads + i < LOADS * unrolled:
+                for n in T.unroll(token_tiles):
+                    x[span((i * token_tiles + n) * WORDS, WORDS)] = activations(
+                        q,
+                        token + n * TOKENS,
+                        block_of(warp, first + (piece * x_loads + i) // LOADS),
+                        lane,
+                        (piece * x_loads + i) % LOADS,
+                    )
 
     @T.macro
-    def one_round(q, weight, words, acc, first_tile, token, warp, lane, first, last):
-        for i in T.unroll(unrolled):
-            # Activations of the next block only now: many sums leave no registers for them.
-            if crowded:
-                T.cuda.warp_sync()
-            one_block(q, words, acc, token, block_of(warp, first + i), lane, i % ahead)
-            # The words just used make room for those that are `ahead` turns away.
-            if (not last) or (i + ahead < unrolled):
+    def one_turn(weight, words, x, acc, first_tile, warp, lane, first, load_number, place, last):
+        multiply(
+            words,
+            x,
+            acc,
+            block_of(warp, first + load_number // LOADS),
+            load_number // LOADS % ahead,
+            load_number % LOADS,
+            place,
+        )
+        # The words just used make room for those that are `ahead` turns away.
+        if load_number % LOADS == LOADS - 1:
+            if (not last) or (load_number // LOADS + ahead < unrolled):
                 load(
                     weight,
                     words,
                     first_tile,
-                    block_of(warp, first + i + ahead),
+                    block_of(warp, first + load_number // LOADS + ahead),
                     lane,
-                    i % ahead,
+                    load_number // LOADS % ahead,
                 )
 
     @T.macro
-    def accumulate(q, weight, acc, first_tile, token, warp, lane):
-        words = T.sblock_alloc_buffer((ahead * row_tiles * WORDS,), "uint32", scope="local")
+    def one_round(q, weight, words, acc, first_tile, token, warp, lane, first, last):
+        x = T.sblock_alloc_buffer((x_loads * token_tiles * WORDS,), "uint32", scope="local")
+        for piece in T.unroll(pieces):
+            # These activations only now: many sums leave no registers for them.
+            if crowded:
+                T.cuda.warp_sync()
+            load_tokens(q, x, token, warp, lane, first, piece)
+            for i in T.unroll(x_loads):
+                if piece * x_loads + i < LOADS * unrolled:
+                    one_turn(
+                        weight,
+                        words,
+                        x,
+                        acc,
+                        first_tile,
+                        warp,
+                        lane,
+                        first,
+                        piece * x_loads + i,
+                        i,
+                        last,
+                    )
+
+    @T.macro
+    def begin(weight, words, first_tile, warp, lane):
         for i in T.unroll(ahead):
             load(weight, words, first_tile, block_of(warp, i), lane, i)
+
+    @T.macro
+    def accumulate(q, weight, words, acc, first_tile, token, warp, lane):
         for i in T.unroll(tile.sums):
             acc[i] = T.uint32(0)
         for turn in rolled(rounds - 1):
@@ -190,7 +254,7 @@ def accumulator(tile: MmaTile, shape: tuple[int, int, int]):
             True,
         )
 
-    return accumulate
+    return begin, accumulate
 
 
 def lane_sum(tile: MmaTile, acc, r, n, e):

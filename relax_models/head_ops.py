@@ -24,10 +24,11 @@ after the repetition penalty, which keeps order too: it is put on z8 + e and z8 
 no finite number raises no floor and makes its token a candidate.
 
 Which tokens are candidates hangs on the row alone, not on its bucket. What stays 8-bit counts in
-confidences, log-probabilities and draws. Its error is about |x| |w - s w8| / sqrt(K), 0.01 of the
-logits' standard deviation for a table of normal weights: of a confidence or the probability of a
-token that stays 8-bit some hundredths of its own value at most (a measurement for logits with a
-deviation of 2 to 4: log-probabilities of the argmax off by 0.002 at most).
+confidences, log-probabilities and draws. Its error is about |x| |w - s w8| / sqrt(K): 0.016 of the
+logits' standard deviation for a table of Student weights (6 degrees of freedom, K = 2560), where e
+is 0.7 of it. Measured for 32000 such logits of deviation 2 to 4, with a largest probability of 0.1
+to 0.7: the argmax's log-probability off by 0.0024 at most, the whole distribution by 0.01 in total
+variation; 23 to 100 candidates in the median row, 380 at most.
 """
 
 from tvm import tirx

@@ -60,10 +60,8 @@ def choose_tile(width: int) -> CodeTile:
     """The tile for `width` activation rows; up to 64 of them see the table together."""
     tiles = ceil_div(width, TOKENS)
     tiles = ceil_div(tiles, ceil_div(tiles, 8))
-    if tiles <= 2:
-        return CodeTile(4, 2, tiles, 4)
-    # More tiles of the table share the loads of activations, as far as there are registers.
-    return CodeTile(4, 4 if tiles <= 6 else 3, tiles, 2)
+    # More tiles of the table share the loads of activations, which many of these need.
+    return CodeTile(4, 2 if tiles <= 4 else 3, tiles, 4)
 
 
 def head_codes(
@@ -92,14 +90,13 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
     shift = work.settings["low_codes"].bit_length() - 1
     penalise = penalizer(work)
 
-    def asks(logit_rows, token):
-        return logit_rows[T.min(token, width - 1)] >= 0
-
-    def any_asks(logit_rows, first_token):
-        result = asks(logit_rows, first_token)
-        for i in range(1, min(tokens, width)):
-            result = T.Or(result, asks(logit_rows, first_token + i))
-        return result
+    def any_asks(logit_rows, first_token, lane):
+        """Whether a row of the tile asks for logits: every lane looks at some."""
+        mine = logit_rows[T.min(first_token + lane, width - 1)] >= 0
+        for i in range(1, ceil_div(min(tokens, width), WARP)):
+            other = logit_rows[T.min(first_token + i * WARP + lane, width - 1)] >= 0
+            mine = T.Or(mine, other)
+        return T.call_pure_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), mine) != 0
 
     @T.macro
     def load(codes, words, first_tile, step, slot, lane):
@@ -177,28 +174,43 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                             )
 
     @T.macro
-    def finish(acc, keys, spread, bounds, logit_rows, given, logits, r, n, e, row, token):
+    def finish(acc, keys, of_rows, of_tokens, asked, given, logits, at, r, e, row, token):
         """One logit, and its part in the row's floor."""
         value = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        if (row < vocab_size) and (token < width) and asks(logit_rows, token):
-            value[0] = mul(
-                T.Cast("float32", T.reinterpret("int32", acc[(r * token_tiles + n) * SUMS + e])),
-                mul(bounds[SCALE, row], spread[token, 0]),
-            )
+        value[0] = mul(
+            T.Cast("float32", T.reinterpret("int32", acc[at])),
+            mul(of_rows[(r * 2 + e // 2) * 3 + SCALE], of_tokens[e % 2, 0]),
+        )
+        if (row < vocab_size) and (token < width) and (asked[e % 2] >= 0):
             logits[token, row] = value[0]
             value[0] = add(
                 value[0],
                 -bound(
-                    bounds[ERROR, row],
-                    bounds[LENGTH, row],
-                    spread,
-                    token,
+                    of_rows[(r * 2 + e // 2) * 3 + ERROR],
+                    of_rows[(r * 2 + e // 2) * 3 + LENGTH],
+                    of_tokens,
+                    e % 2,
                     work.settings["least_error"],
                 ),
             )
             penalise(value, 0, row, token, given)
             if is_finite(value[0]):
                 keys[e % 2] = T.max(keys[e % 2], key_of(value[0]))
+
+    @T.macro
+    def know_rows(of_rows, bounds, first_row):
+        """Scale and lengths of a lane's rows of the table."""
+        for r in T.unroll(row_tiles * 2):
+            for i in T.unroll(3):
+                of_rows[r * 3 + i] = bounds[i, T.min(first_row + r * 8, tiles * ROWS - 1)]
+
+    @T.macro
+    def know_tokens(of_tokens, asked, spread, logit_rows, token):
+        """What a lane has to know of its two activation rows."""
+        for i in T.unroll(2):
+            asked[i] = logit_rows[T.min(token + i, width - 1)]
+            for j in T.unroll(3):
+                of_tokens[i, j] = spread[T.min(token + i, width - 1), j]
 
     @T.macro
     def raise_floor(keys, floor, i, token, lane):
@@ -210,8 +222,14 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
 
     @T.macro
     def store(acc, spread, bounds, logit_rows, given, floor, logits, first_tile, token, lane):
+        # Loaded together, in front of all conditions.
+        of_rows = T.sblock_alloc_buffer((row_tiles * 2 * 3,), "float32", scope="local")
+        of_tokens = T.sblock_alloc_buffer((2, 3), "float32", scope="local")
+        asked = T.sblock_alloc_buffer((2,), "int32", scope="local")
         keys = T.sblock_alloc_buffer((2,), "int32", scope="local")
+        know_rows(of_rows, bounds, first_tile * ROWS + lane // 4)
         for n in T.unroll(token_tiles):
+            know_tokens(of_tokens, asked, spread, logit_rows, token + n * TOKENS + lane % 4 * 2)
             for i in T.unroll(2):
                 keys[i] = NO_KEY
             for r in T.unroll(row_tiles):
@@ -219,13 +237,13 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                     finish(
                         acc,
                         keys,
-                        spread,
-                        bounds,
-                        logit_rows,
+                        of_rows,
+                        of_tokens,
+                        asked,
                         given,
                         logits,
+                        (r * token_tiles + n) * SUMS + e,
                         r,
-                        n,
                         e,
                         (first_tile + r) * ROWS + e // 2 * 8 + lane // 4,
                         token + n * TOKENS + lane % 4 * 2 + e % 2,
@@ -244,7 +262,7 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                 load(codes, words, tile, s, s, lane)
         if waits:
             wait_for_others()
-        if any_asks(logit_rows, token):
+        if any_asks(logit_rows, token, lane):
             accumulate(q, codes, words, acc, tile, token, lane)
             store(acc, spread, bounds, logit_rows, given, floor, logits, tile, token, lane)
 

@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from bitmtp_tvm.checkpoint.base import Checkpoint, dense_shapes, matrix_shapes
 from bitmtp_tvm.errors import BitMTPError
+from relax_models.bounded_head import bounds_shape, codes_shape, pack_codes, pays
 from relax_models.config import ModelConfig, YarnConfig
 from relax_models.formats import (
     Format,
@@ -123,6 +124,9 @@ def parameter_specs(config: ModelConfig, kind: str, context_slots: int) -> dict[
     for tensor in model_tensors(config):
         if isinstance(tensor, Dense):
             specs[tensor.parameter] = (tensor.shape, tensor.dtype)
+            if is_coded(tensor, kind):
+                specs["embed.codes"] = (codes_shape(*tensor.shape), "uint32")
+                specs["embed.bounds"] = (bounds_shape(tensor.shape[0]), "float32")
             continue
         n, k = sum(tensor.rows), tensor.k
         specs[f"{tensor.stem}.weight"] = (packed_shape(kind, n, k, form.bits), packed_dtype(kind))
@@ -146,7 +150,7 @@ def pack_parameters(
     form = get_format(config.weight_format)
     for tensor in model_tensors(config):
         if isinstance(tensor, Dense):
-            yield tensor.parameter, checkpoint.dense(tensor.source)
+            yield from _dense_parameters(checkpoint, tensor, kind)
             continue
         codes, scales = read_matrix(checkpoint, tensor, form)
         packed = pack(codes, kind, form.bits)
@@ -157,6 +161,24 @@ def pack_parameters(
             scales = pack_scales(scales, kind, form.bits)
         yield f"{tensor.stem}.scale", scales
     yield "rope.table", rope_table(config, rope_positions)
+
+
+def is_coded(tensor: Dense, kind: str) -> bool:
+    """Whether the head has an 8-bit copy of this tensor on targets of `kind`."""
+    return tensor.source == "embed" and pays(kind, *tensor.shape)
+
+
+def _dense_parameters(
+    checkpoint: Checkpoint, tensor: Dense, kind: str
+) -> Iterator[tuple[str, np.ndarray]]:
+    values = checkpoint.dense(tensor.source)
+    yield tensor.parameter, values
+    if is_coded(tensor, kind):
+        codes, bounds = pack_codes(values)
+        del values
+        yield "embed.codes", codes
+        del codes
+        yield "embed.bounds", bounds
 
 
 def read_matrix(

@@ -9,6 +9,7 @@ from tvm.relax.frontend.nn import Tensor
 from relax_models.config import ModelConfig
 from relax_models.decoder import Decoder
 from relax_models.layers import (
+    Choice,
     Embedding,
     FinalNorm,
     GatedNormQuantize,
@@ -57,7 +58,7 @@ class BitNet(Decoder):
 
     def __init__(self, config: ModelConfig, storage: Storage):
         self.vocab_size = config.vocab_size
-        self.embed = Embedding(config.vocab_size, config.hidden_size)
+        self.embed = Embedding(config.vocab_size, config.hidden_size, storage)
         self.rope = RopeTable(storage.positions, config.head_dim)
         self.layers = nn.ModuleList(
             [BitNetLayer(config, storage) for _ in range(config.num_hidden_layers)]
@@ -67,5 +68,5 @@ class BitNet(Decoder):
     def embedded(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens)
 
-    def logits(self, h: Tensor, logit_rows: Tensor) -> Tensor:
-        return self.embed.logits(self.norm(h, logit_rows), logit_rows)
+    def logits(self, h: Tensor, logit_rows: Tensor, choice: Choice | None = None) -> Tensor:
+        return self.embed.logits(h, self.norm, logit_rows, choice)

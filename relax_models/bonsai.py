@@ -12,6 +12,7 @@ from relax_models.config import ModelConfig
 from relax_models.decoder import Decoder
 from relax_models.formats import FORMATS
 from relax_models.layers import (
+    Choice,
     FinalNorm,
     KVCache,
     LowBitLinear,
@@ -76,7 +77,7 @@ class Bonsai(Decoder):
     def embedded(self, tokens: Tensor) -> Tensor:
         return self.embed.lookup(tokens)
 
-    def logits(self, h: Tensor, logit_rows: Tensor) -> Tensor:
+    def logits(self, h: Tensor, logit_rows: Tensor, choice: Choice | None = None) -> Tensor:
         normed, size = self.norm(h, logit_rows), self.config.hidden_size
         group = group_of(self.config)
         x = call_quantizer(ops.quantize(size, group), [normed], size, group)

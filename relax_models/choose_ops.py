@@ -36,8 +36,10 @@ def parts_of(vocab_size: int) -> int:
     return -(-vocab_size // PART)
 
 
-def _stamp(func: tirx.PrimFunc, op: str) -> tirx.PrimFunc:
-    return stamp(func, op, part=PART, **{f"word_{w.name.lower()}": int(w) for w in WORDS})
+def stamp_words(func: tirx.PrimFunc, op: str, **settings) -> tirx.PrimFunc:
+    """`func` with a stamp that tells where the state's words stand."""
+    words = {f"word_{w.name.lower()}": int(w) for w in WORDS}
+    return stamp(func, op, **words, **settings)
 
 
 def _float(state, word):
@@ -48,7 +50,7 @@ def _unsigned(word):
     return T.reinterpret("uint32", word)
 
 
-def _penalised(logit, seen, token, horizon, state):
+def penalised(logit, seen, token, horizon, state):
     """The logit after the repetition penalty; `seen` is not read where there is none."""
     penalty = _float(state, Word.PENALTY)
     changed = logit * T.Select(logit > T.float32(0), T.float32(1) / penalty, penalty)
@@ -56,7 +58,7 @@ def _penalised(logit, seen, token, horizon, state):
     return T.if_then_else(wanted, changed, logit)
 
 
-def _is_broken(z):
+def is_broken(z):
     """NaN or +inf, asked of the bits: TVM takes `x == x` for granted."""
     bits = T.reinterpret("uint32", z)
     beyond = T.bitwise_and(bits, T.uint32(0x7FFFFFFF)) >= T.uint32(0x7F800000)
@@ -103,23 +105,23 @@ def softmax_parts(vocab_size: int) -> tirx.PrimFunc:
                 total[vi, vp] = T.float32(0)
                 if logit_rows[vi] >= 0:
                     for k in range(T.min(PART, vocab_size - vp * PART)):
-                        z[0] = _penalised(
+                        z[0] = penalised(
                             logits[vi, vp * PART + k], seen, vp * PART + k, horizon[vi], state
                         )
-                        if _is_broken(z[0]):
+                        if is_broken(z[0]):
                             top[vi, vp] = T.infinity("float32")
                             best[vi, vp] = -1
                         elif z[0] > top[vi, vp]:
                             top[vi, vp] = z[0]
                             best[vi, vp] = T.Cast("int32", vp * PART + k)
                     for k in range(T.min(PART, vocab_size - vp * PART)):
-                        z[0] = _penalised(
+                        z[0] = penalised(
                             logits[vi, vp * PART + k], seen, vp * PART + k, horizon[vi], state
                         )
                         if best[vi, vp] >= 0:
                             total[vi, vp] += T.exp(z[0] - top[vi, vp])
 
-    return _stamp(func, "softmax_parts")
+    return stamp_words(func, "softmax_parts", part=PART)
 
 
 @T.macro
@@ -255,7 +257,7 @@ def choose(vocab_size: int) -> tirx.PrimFunc:
                     join(top, best, total, peak, mass, token, vi)
                 if token[vi] >= 0:
                     for v in range(vocab_size):
-                        z[v] = _penalised(logits[vi, v], seen, v, horizon[vi], state)
+                        z[v] = penalised(logits[vi, v], seen, v, horizon[vi], state)
                         y[v] = (z[v] - peak[0]) * (T.float32(1) / _float(state, Word.TEMPERATURE))
                     if T.Cast("int32", vi) < state[Word.ROW_PENDING] + state[Word.ROW_DRAFTS]:
                         if _float(state, Word.TEMPERATURE) > T.float32(0):
@@ -264,4 +266,4 @@ def choose(vocab_size: int) -> tirx.PrimFunc:
                     confidence[vi] = T.float32(1) / mass[0]
                     logprob[vi] = z[token[vi]] - peak[0] - T.log(mass[0])
 
-    return _stamp(func, "choose")
+    return stamp_words(func, "choose", part=PART)

@@ -4,7 +4,7 @@ from tvm import IRModule
 from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor, spec
 
-from relax_models.layers import Rows, accept, choose, greedy, lay_out
+from relax_models.layers import Choice, Rows, accept, choose, greedy, lay_out
 from relax_models.state import RING, RING_ROWS, STATE_WORDS
 
 
@@ -22,8 +22,11 @@ class Decoder(nn.Module):
         """Hidden states `(width, hidden_size)` float32 of tokens `(width,)` int32."""
         raise NotImplementedError
 
-    def logits(self, h: Tensor, logit_rows: Tensor) -> Tensor:
-        """Logits `(rows, vocab_size)` float32 of the rows of h `(width, hidden_size)` that ask."""
+    def logits(self, h: Tensor, logit_rows: Tensor, choice: Choice | None = None) -> Tensor:
+        """Logits `(rows, vocab_size)` float32 of the rows of h `(width, hidden_size)` that ask.
+
+        The largest score of a row is exact: of its logits after the penalty that `choice` tells of.
+        """
         raise NotImplementedError
 
     def decode(
@@ -38,11 +41,11 @@ class Decoder(nn.Module):
         logits = self._forward(Rows(tokens, position, boundary, visible), logit_rows)
         return logits, greedy(logits, logit_rows)
 
-    def _forward(self, rows: Rows, logit_rows: Tensor) -> Tensor:
+    def _forward(self, rows: Rows, logit_rows: Tensor, choice: Choice | None = None) -> Tensor:
         h = self.embedded(rows.tokens)
         for layer in self.layers:
             h = layer(h, rows, self.rope.table)
-        return self.logits(h, logit_rows)
+        return self.logits(h, logit_rows, choice)
 
     def step(
         self,
@@ -64,8 +67,9 @@ class Decoder(nn.Module):
         buffers = [tokens, position, boundary, visible, logit_rows, horizon]
         state, laid_out = lay_out(state, buffers)
         *rows, logit_rows, horizon = laid_out
-        logits = self._forward(Rows(*rows), logit_rows)
-        chosen = choose(logits, logit_rows, horizon, state, seen)
+        choice = Choice(horizon, state, seen)
+        logits = self._forward(Rows(*rows), logit_rows, choice)
+        chosen = choose(logits, logit_rows, choice)
         return accept(chosen, state, ring, seen)
 
     def prefill(self, tokens: Tensor, position: Tensor, boundary: Tensor) -> Tensor:

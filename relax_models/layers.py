@@ -8,7 +8,7 @@ from tvm.relax.frontend import nn
 from tvm.relax.frontend.nn import Tensor
 from tvm.relax.frontend.nn.op import tensor_ir_inplace_op, tensor_ir_op
 
-from relax_models import attention_ops, choose_ops, ops, step_ops
+from relax_models import attention_ops, bounded_head, choose_ops, head_ops, ops, step_ops
 from relax_models.formats import FORMATS, packed_dtype, packed_shape, padded_k, scales_shape
 
 
@@ -199,23 +199,83 @@ class KVCache(nn.Module):
         return call(func, "attention_join", args, [((q.shape[0], heads * head_dim), "float32")])
 
 
-class Embedding(nn.Module):
-    """A tied bfloat16 table: rows for tokens on the way in, logits on the way out."""
+class FinalNorm(nn.Module):
+    """RMSNorm of the rows that ask for logits."""
 
-    def __init__(self, vocab_size: int, hidden_size: int):
+    def __init__(self, size: int, eps: float):
+        self.size, self.eps = size, eps
+        self.weight = nn.Parameter((size,), "float32")
+
+    def forward(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+        func = ops.final_norm(self.size, self.eps)
+        shape = (logit_rows.shape[0], self.size)
+        return call(func, "final_norm", [x, self.weight, logit_rows], [(shape, "float32")])
+
+    def coded(self, x: Tensor, logit_rows: Tensor) -> list[Tensor]:
+        """normed, q, spread and floor: see `head_ops.final_norm_codes`."""
+        rows, size = logit_rows.shape[0], self.size
+        out = [((rows, size), "float32"), ((rows, 2, padded_k(size)), "int8")]
+        out += [((rows, 3), "float32"), ((rows,), "int32")]
+        func = head_ops.final_norm_codes(size, self.eps)
+        return call(func, "final_norm_codes", [x, self.weight, logit_rows], out)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What tokens are chosen by: see `choose_ops.softmax_parts`."""
+
+    horizon: Tensor
+    state: Tensor
+    seen: Tensor
+
+
+class Embedding(nn.Module):
+    """A tied bfloat16 table: rows for tokens on the way in, logits on the way out.
+
+    A large one has an 8-bit copy on cuda, for all logits but the largest: see `head_ops`.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, storage: Storage):
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self.weight = nn.Parameter((vocab_size, hidden_size), "uint16")
+        self.bounded = bounded_head.pays(storage.kind, vocab_size, hidden_size)
+        if self.bounded:
+            codes = bounded_head.codes_shape(vocab_size, hidden_size)
+            self.codes = nn.Parameter(codes, "uint32")
+            self.bounds = nn.Parameter(bounded_head.bounds_shape(vocab_size), "float32")
 
     def forward(self, tokens: Tensor) -> Tensor:
         func = ops.embed(self.vocab_size, self.hidden_size)
         shape = (tokens.shape[0], self.hidden_size)
         return call(func, "embed", [tokens, self.weight], [(shape, "float32")])
 
-    def logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
-        """Logits `(rows, vocab_size)` float32 of x `(rows, hidden_size)` for the rows that ask."""
+    def logits(
+        self, h: Tensor, norm: FinalNorm, logit_rows: Tensor, choice: Choice | None
+    ) -> Tensor:
+        """Logits `(rows, vocab_size)` float32 of the rows of h `(width, hidden_size)` that ask.
+
+        `choice` tells the bounded head of the repetition penalty, where there may be one.
+        """
+        if self.bounded:
+            return self._bounded_logits(norm.coded(h, logit_rows), logit_rows, choice)
         func = ops.head(self.vocab_size, self.hidden_size)
         out = [((logit_rows.shape[0], self.vocab_size), "float32")]
-        return call(func, "head", [x, self.weight, logit_rows], out)
+        return call(func, "head", [norm(h, logit_rows), self.weight, logit_rows], out)
+
+    def _bounded_logits(
+        self, coded: Sequence[Tensor], logit_rows: Tensor, choice: Choice | None
+    ) -> Tensor:
+        normed, q, spread, floor = coded
+        asked = [logit_rows] + ([choice.horizon, choice.state, choice.seen] if choice else [])
+        shape = (logit_rows.shape[0], self.vocab_size)
+        size, penalised = (self.vocab_size, self.hidden_size), choice is not None
+        args = [q, spread, self.codes, self.bounds, *asked, floor]
+        out = [Tensor.placeholder(shape, "float32"), Tensor.placeholder(floor.shape, "int32")]
+        func = head_ops.head_codes(*size, penalised)
+        logits, floor = tensor_ir_inplace_op(func, "head_codes", args, [-1, len(args) - 1], out)
+        args = [normed, self.weight, spread, self.bounds, *asked, floor, logits]
+        func = head_ops.head_rescore(*size, penalised)
+        return tensor_ir_inplace_op(func, "head_rescore", args, [len(args) - 1], out[0])
 
 
 def lay_out(state: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -229,13 +289,11 @@ def lay_out(state: Tensor, rows: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]
     return written[0], written[1:]
 
 
-def choose(
-    logits: Tensor, logit_rows: Tensor, horizon: Tensor, state: Tensor, seen: Tensor
-) -> list[Tensor]:
+def choose(logits: Tensor, logit_rows: Tensor, choice: Choice) -> list[Tensor]:
     """Token int32, confidence and logprob float32, each `(rows,)`: see `choose_ops.choose`."""
     rows, vocab_size = logits.shape
     shape = (rows, choose_ops.parts_of(int(vocab_size)))
-    args = [logits, logit_rows, horizon, state, seen]
+    args = [logits, logit_rows, choice.horizon, choice.state, choice.seen]
     func = choose_ops.softmax_parts(int(vocab_size))
     out = [(shape, "float32"), (shape, "int32"), (shape, "float32")]
     parts = call(func, "softmax_parts", args, out)
@@ -257,19 +315,6 @@ def greedy(logits: Tensor, logit_rows: Tensor) -> Tensor:
     rows, vocab_size = logits.shape
     func = ops.greedy(int(vocab_size))
     return call(func, "greedy", [logits, logit_rows], [((rows,), "int32")])
-
-
-class FinalNorm(nn.Module):
-    """RMSNorm of the rows that ask for logits."""
-
-    def __init__(self, size: int, eps: float):
-        self.size, self.eps = size, eps
-        self.weight = nn.Parameter((size,), "float32")
-
-    def forward(self, x: Tensor, logit_rows: Tensor) -> Tensor:
-        func = ops.final_norm(self.size, self.eps)
-        shape = (logit_rows.shape[0], self.size)
-        return call(func, "final_norm", [x, self.weight, logit_rows], [(shape, "float32")])
 
 
 class RopeTable(nn.Module):

@@ -79,6 +79,9 @@ GROUP_SIZES = (512, 1412, 2560, 9728)
 # Vocabulary, size.
 HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)
+# As HEADS, of heads with a bound, and whether they know of a repetition penalty.
+BOUNDED_HEADS = [(1001, 320, True), (131, 77, False), (4099, 2560, False)]
+BOUNDED_ROWS = (1, 3, 8, 16, 25, 64)
 VOCABULARIES = (8192, 128256, 1001)
 # Heads, key/value heads, head size.
 ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
@@ -161,6 +164,8 @@ def all_kernels() -> Iterator[Kernel]:
     yield from group_kernels()
     for (vocab, size), rows in product(HEADS, HEAD_ROWS):
         yield kernel("head", vocab, size, rows=rows)
+    for (vocab, size, penalty), rows in product(BOUNDED_HEADS, BOUNDED_ROWS):
+        yield from bounded_head(vocab, size, penalty, rows)
     for vocab in VOCABULARIES:
         yield kernel("greedy", vocab, rows=8)
     for vocab, rows in product(VOCABULARIES, CHOOSE_ROWS):
@@ -194,6 +199,13 @@ def tiled_as(item: Kernel) -> list[Kernel]:
     return [item, *(other for other in tiled_linears() if replace(other, tile=()) == item)]
 
 
+def bounded_head(vocab: int, size: int, penalty: bool, rows: int) -> Iterator[Kernel]:
+    """The three kernels of a bounded head, in their order."""
+    yield kernel("final_norm_codes", size, EPS, width=rows, rows=rows)
+    yield kernel("head_codes", vocab, size, penalty, rows=rows)
+    yield kernel("head_rescore", vocab, size, penalty, rows=rows)
+
+
 def step_kernels() -> Iterator[Kernel]:
     for width in STEP_WIDTHS:
         yield kernel("step_rows", width=width)
@@ -224,11 +236,10 @@ def target_for(arch: str) -> Target:
 def definition(item: Kernel) -> Any:
     """The PrimFunc of a kernel as `relax_models` defines it, at the kernel's dimensions."""
     from bitmtp_tvm.specialize import bind_dims
-    from relax_models import attention_ops, choose_ops, ops, step_ops
+    from relax_models import attention_ops, choose_ops, head_ops, ops, step_ops
 
-    module = next(
-        module for module in (ops, attention_ops, choose_ops, step_ops) if hasattr(module, item.op)
-    )
+    modules = (ops, attention_ops, choose_ops, head_ops, step_ops)
+    module = next(module for module in modules if hasattr(module, item.op))
     return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
 
 

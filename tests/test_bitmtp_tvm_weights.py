@@ -19,6 +19,7 @@ from bitmtp_tvm.weights import (
     segments,
     write_parameters,
 )
+from relax_models import bounded_head
 from relax_models.config import PRESETS
 from relax_models.formats import FORMATS, KINDS, unpack, unpack_scales
 
@@ -178,18 +179,42 @@ def test_shards_are_filled_and_recorded(checkpoint, tmp_path, monkeypatch):
     assert not found
 
 
+def test_a_large_table_has_codes_behind_it_on_cuda(checkpoint, monkeypatch):
+    monkeypatch.setattr(bounded_head, "LEAST_ELEMENTS", 37 * 72)
+    assert [*parameter_specs(CONFIG, "llvm", 9)][:2] == [
+        "embed.weight",
+        "layers.0.input_norm.weight",
+    ]
+    assert [*parameter_specs(CONFIG, "cuda", 9)][:3] == [
+        "embed.weight",
+        "embed.codes",
+        "embed.bounds",
+    ]
+    packed = {name: tensor for name, tensor in pack_parameters(checkpoint, "cuda", 9)}
+    shapes = {name: (tensor.shape, str(tensor.dtype)) for name, tensor in packed.items()}
+    assert shapes == parameter_specs(CONFIG, "cuda", 9)
+    codes, bounds = bounded_head.pack_codes(checkpoint.dense("embed"))
+    np.testing.assert_array_equal(packed["embed.codes"], codes)
+    np.testing.assert_array_equal(packed["embed.bounds"], bounds)
+
+
 def test_unwritable_directory_is_one_sentence(checkpoint, tmp_path):
     with pytest.raises(BitMTPError, match=r"params-00001\.safetensors cannot be written"):
         write_parameters(tmp_path / "none", pack_parameters(checkpoint, "cuda", 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    ("name", "size"),
-    [("bitnet-2b", 1.18e9), ("bonsai-1.7b", 0.4595e9), ("bonsai-4b", 1.0712e9)],
+    ("name", "kind", "size"),
+    [
+        ("bitnet-2b", "llvm", 1.18e9),
+        # With the head's 8-bit table.
+        ("bitnet-2b", "cuda", 1.5114e9),
+        *[("bonsai-1.7b", kind, 0.4595e9) for kind in KINDS],
+        *[("bonsai-4b", kind, 1.0712e9) for kind in KINDS],
+    ],
 )
-def test_the_real_shapes_pack_in_little_memory(name, size, kind, tmp_path):
+def test_the_real_shapes_pack_in_little_memory(name, kind, size, tmp_path):
     big = random_checkpoint(PRESETS[name])
     records = write_parameters(tmp_path, pack_parameters(big, kind, 4096))
     assert sum(record["bytes"] for record in records) == pytest.approx(size, rel=0.01)

@@ -1,6 +1,7 @@
 """The numpy twin of everything that is compiled: each operation, and the whole forward pass."""
 
 from bitmtp_tvm.reference.choose import choose, philox4x32, softmax_parts
+from bitmtp_tvm.reference.head_bound import bounded_head, final_norm_codes
 from bitmtp_tvm.reference.model import KVCache, ReferenceModel
 from bitmtp_tvm.reference.ops import (
     attention,
@@ -27,9 +28,11 @@ __all__ = [
     "KVCache",
     "ReferenceModel",
     "attention",
+    "bounded_head",
     "choose",
     "dequantize",
     "embed",
+    "final_norm_codes",
     "gated",
     "gated_norm_quantize",
     "gated_quantize",

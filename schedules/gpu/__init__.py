@@ -14,6 +14,9 @@ from schedules.gpu.attention_join import attention_join
 from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed, rope_kv_write
 from schedules.gpu.head import greedy, head
+from schedules.gpu.head_codes import head_codes
+from schedules.gpu.head_norm import final_norm_codes
+from schedules.gpu.head_rescore import head_rescore
 from schedules.gpu.low_bit_embed import low_bit_embed
 from schedules.gpu.norm import final_norm, gated_norm_quantize, norm_quantize
 from schedules.gpu.qk_norm import qk_norm
@@ -40,10 +43,13 @@ RULES = {
     "choose": choose,
     "embed": embed,
     "final_norm": final_norm,
+    "final_norm_codes": final_norm_codes,
     "gated_norm_quantize": gated_norm_quantize,
     "gated_quantize": gated_quantize,
     "greedy": greedy,
     "head": head,
+    "head_codes": head_codes,
+    "head_rescore": head_rescore,
     "low_bit_embed": low_bit_embed,
     "norm_quantize": norm_quantize,
     "qk_norm": qk_norm,

@@ -101,7 +101,7 @@ def gated_norm_quantize(
     return _quantizing(work, tile, load)
 
 
-def _normalizer(tile: RowTile, size: int, eps: float, load):
+def normalizer(tile: RowTile, size: int, eps: float, load):
     """A macro that leaves the normalised row in `held`, element `tile.first(turn, thread)` + j at
     `turn` * vector + j, and zeros behind the row's end."""
     vector = tile.vector
@@ -191,7 +191,7 @@ def _group_quantizer(tile: RowTile, padded: int):
 
 def _quantizing(work: Workload, tile: RowTile, load) -> tirx.PrimFunc:
     (width, columns), (size,), (_, padded) = work.shapes[:3]
-    normalize = _normalizer(tile, size, work.settings["eps"], load)
+    normalize = normalizer(tile, size, work.settings["eps"], load)
     grouped = work.settings.get("group")
     quantize = _group_quantizer(tile, padded) if grouped else _quantizer(tile, padded)
     scales = work.shapes[3]
@@ -229,7 +229,7 @@ def final_norm(
     def load(x, row, k):
         return x[row, span(k, vector)]
 
-    normalize = _normalizer(tile, size, work.settings["eps"], load)
+    normalize = normalizer(tile, size, work.settings["eps"], load)
 
     @T.prim_func(private=True, s_tir=True)
     def func(

@@ -120,7 +120,7 @@ class _Fuser(PyExprMutator):
         return rebuilt
 
     def _kernel(self, value: relax.Expr | None) -> _Kernel | None:
-        if getattr(getattr(value, "op", None), "name", None) not in KERNEL_OPS:
+        if value is None or getattr(getattr(value, "op", None), "name", "") not in KERNEL_OPS:
             return None
         var, arguments = value.args[0], value.args[1]
         work = read(self.builder_.get()[var])

@@ -82,7 +82,7 @@ def _linear_of(
     """A linear (segments, kind, format, residual) of `x` `(width, size)`, made of `inputs`."""
     segments, kind, format_name, residual = linear
     size = int(x.shape[1])
-    parts = quantized(x, FORMATS[format_name].group)
+    parts = quantized(x, FORMATS[format_name].group or 0)
     weights, dot = low_bit_dots(*parts, segments, size, kind, format_name)
     if activation:
         dot = gated(dot, segments[0], activation)

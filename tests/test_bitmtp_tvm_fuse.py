@@ -146,12 +146,13 @@ def test_other_targets_keep_their_kernels():
     assert fuse(mod, tvm_target(get_target("cpu"))) is mod
 
 
-@pytest.mark.parametrize(("name", "kinds"), [("bitnet", 4), ("qwen3", 5)])
-def test_equal_fused_kernels_are_shared_and_the_pipeline_lowers_them(name, kinds):
+@pytest.mark.parametrize("name", ["bitnet", "qwen3"])
+def test_equal_fused_kernels_are_shared_and_the_pipeline_lowers_them(name):
     wanted = [Bucket(entry, 1) for entry in ("step", "decode", "prefill")]
     lowered = pipeline.lower(exported(name), wanted, H200)
     fused = [k for k in lowered.kernels if k.op.endswith("_low_bit_linear")]
-    assert len({k.name for k in fused}) == len(fused) == kinds
+    # Those of o and down are equal in the second, and its head is one of them.
+    assert len({k.name for k in fused}) == len(fused) == 4
     for kernel in fused:
         assert kernel.width == 1 and kernel.name.endswith("_w1")
         assert kernel.format == MODELS[name][1].weight_format

@@ -9,6 +9,7 @@ from tvm.target import Target as TVMTarget
 
 from bitmtp_tvm.chunks import GRAPH_STORAGE, add_chunks, allocates, capture_graphs, mark_graphs
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.fuse import fuse
 from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.specialize import Bucket, specialize
 from bitmtp_tvm.tuned import Origin, Tuned
@@ -62,6 +63,7 @@ def _passes(
 ) -> list[tuple[str, Pass]]:
     return [
         ("specialize", lambda mod: specialize(mod, wanted)),
+        ("fuse", lambda mod: fuse(mod, target)),
         ("decode_loop", lambda mod: _decode_loop(mod, wanted, target)),
         ("schedule", lambda mod: _schedule(mod, target, tuned, result.kernels)),
         *LOWERING,
@@ -89,7 +91,7 @@ FINISHING: list[tuple[str, Pass]] = [
 ]
 
 
-PASSES = 3 + len(LOWERING) + 3 + len(FINISHING)
+PASSES = 4 + len(LOWERING) + 3 + len(FINISHING)
 
 
 def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:

@@ -70,7 +70,8 @@ def embed(vocab_size: int, hidden_size: int) -> tirx.PrimFunc:
     return stamped([tokens, table, hidden], "embed")
 
 
-def _rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
+def rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
+    """x / sqrt(mean(x²) + eps) · weight, row by row."""
     rows, size = x.shape
     square = sum_over((rows,), size, lambda i, k: x[i, k] * x[i, k], "square")
     mean = te.compute((rows,), lambda i: square[i] / tirx.const(int(size), "float32"), "mean")
@@ -81,7 +82,7 @@ def _rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
     )
 
 
-def _quantize(x: te.Tensor, group: int = 0) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
+def quantized(x: te.Tensor, group: int = 0) -> tuple[te.Tensor, te.Tensor, te.Tensor]:
     """q, scale and total of x; one scale a row, or one for each `group` columns of it."""
     rows, size = x.shape
     size = int(size)
@@ -129,7 +130,7 @@ def quantize(size: int, group: int) -> tirx.PrimFunc:
     q = clip(round_half_even(x * (127 / max(absmax, 1e-5))), -128, 127).
     """
     x = te.placeholder((any_width(), size), "float32", "x")
-    return stamped([x, *_quantize(x, group)], "quantize", group=group)
+    return stamped([x, *quantized(x, group)], "quantize", group=group)
 
 
 def norm_quantize(size: int, eps: float, group: int = 0) -> tirx.PrimFunc:
@@ -142,11 +143,11 @@ def norm_quantize(size: int, eps: float, group: int = 0) -> tirx.PrimFunc:
     """
     x = te.placeholder((any_width(), size), "float32", "x")
     weight = te.placeholder((size,), "float32", "weight")
-    results = _quantize(_rms_norm(x, weight, eps), group)
+    results = quantized(rms_norm(x, weight, eps), group)
     return stamped([x, weight, *results], "norm_quantize", eps=eps, group=group)
 
 
-def _gated(gate_up: te.Tensor, size: int, activation: str) -> te.Tensor:
+def gated(gate_up: te.Tensor, size: int, activation: str) -> te.Tensor:
     """activation(gate) · up, where gate_up holds both halves side by side."""
     shape = (gate_up.shape[0], size)
     if activation == "relu2":
@@ -170,7 +171,7 @@ def gated_norm_quantize(size: int, eps: float, activation: str = "relu2") -> tir
     """
     gate_up = te.placeholder((any_width(), 2 * size), "float32", "gate_up")
     weight = te.placeholder((size,), "float32", "weight")
-    results = _quantize(_rms_norm(_gated(gate_up, size, activation), weight, eps))
+    results = quantized(rms_norm(gated(gate_up, size, activation), weight, eps))
     return stamped(
         [gate_up, weight, *results], "gated_norm_quantize", eps=eps, activation=activation
     )
@@ -182,7 +183,7 @@ def gated_quantize(size: int, group: int) -> tirx.PrimFunc:
     gate_up `(width, 2 * size)` float32 (gate, then up) -> q, scale, total as `quantize` gives them.
     """
     gate_up = te.placeholder((any_width(), 2 * size), "float32", "gate_up")
-    results = _quantize(_gated(gate_up, size, "silu"), group)
+    results = quantized(gated(gate_up, size, "silu"), group)
     return stamped([gate_up, *results], "gated_quantize", group=group)
 
 
@@ -239,39 +240,60 @@ def low_bit_linear(
     groups it is float16 in the layout's `scales_shape`:
     y = Σ_g v_g · (scale_g · weight_scale_g) [+ residual].
     """
-    rows, width = sum(segments), any_width()
-    form, padded = FORMATS[format_name], padded_k(size)
+    form, padded, width = FORMATS[format_name], padded_k(size), any_width()
     shape = (width, padded // form.group) if form.group else (width,)
     q = te.placeholder((width, padded), "int8", "q")
     scale = te.placeholder(shape, "float32", "scale")
     total = te.placeholder(shape, "int32", "total")
-    weight = te.placeholder(packed_shape(kind, rows, size, form.bits), packed_dtype(kind), "weight")
-    if form.group:
-        weight_scale = te.placeholder(
-            scales_shape(kind, rows, size, form.bits), "float16", "weight_scale"
-        )
-        dot = _group_dots(q, scale, total, weight, weight_scale, kind, form, rows)
-    else:
-        weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
-        exact = sum_over((width, rows), padded, _products(q, weight, kind, form.bits), "exact")
-        dot = te.compute(
-            (width, rows),
-            lambda i, n: (
-                (exact[i, n] - total[i]).astype("float32")
-                * (scale[i] * weight_scale[segment_of(n, segments)])
-            ),
-            "dot",
-        )
-    added = [te.placeholder((width, rows), "float32", "residual")] if residual else []
-    y = te.compute((width, rows), lambda i, n: sum((t[i, n] for t in added), dot[i, n]), "y")
+    weights, dot = low_bit_dots(q, scale, total, segments, size, kind, format_name)
+    added, y = with_residual(dot, residual)
     return stamped(
-        [q, scale, total, weight, weight_scale, *added, y],
+        [q, scale, total, *weights, *added, y],
         "low_bit_linear",
         format=format_name,
         segments=list(segments),
         residual=residual,
         size=size,
     )
+
+
+def with_residual(dot: te.Tensor, residual: bool) -> tuple[list[te.Tensor], te.Tensor]:
+    """The residual's placeholder, where one is asked for, and `dot` plus it."""
+    added = [te.placeholder(dot.shape, "float32", "residual")] if residual else []
+    return added, te.compute(dot.shape, lambda i, n: sum((t[i, n] for t in added), dot[i, n]), "y")
+
+
+def low_bit_dots(
+    q: te.Tensor,
+    scale: te.Tensor,
+    total: te.Tensor,
+    segments: Sequence[int],
+    size: int,
+    kind: str,
+    format_name: str,
+) -> tuple[list[te.Tensor], te.Tensor]:
+    """The placeholders of a linear's weights and scales, and its results without a residual; see
+    `low_bit_linear`."""
+    form, rows = FORMATS[format_name], sum(segments)
+    width, padded = q.shape
+    weight = te.placeholder(packed_shape(kind, rows, size, form.bits), packed_dtype(kind), "weight")
+    if form.group:
+        weight_scale = te.placeholder(
+            scales_shape(kind, rows, size, form.bits), "float16", "weight_scale"
+        )
+        dot = _group_dots(q, scale, total, weight, weight_scale, kind, form, rows)
+        return [weight, weight_scale], dot
+    weight_scale = te.placeholder((len(segments),), "float32", "weight_scale")
+    exact = sum_over((width, rows), padded, _products(q, weight, kind, form.bits), "exact")
+    dot = te.compute(
+        (width, rows),
+        lambda i, n: (
+            (exact[i, n] - total[i]).astype("float32")
+            * (scale[i] * weight_scale[segment_of(n, segments)])
+        ),
+        "dot",
+    )
+    return [weight, weight_scale], dot
 
 
 def _code(weight: te.Tensor, kind: str, bits: int, n, k) -> tirx.Expr:
@@ -353,14 +375,6 @@ def rope_kv_write(
     first_k = num_heads * head_dim
     first_v = first_k + num_kv_heads * head_dim
 
-    def low(x, table, i, c, position, d):
-        # A sum and no difference: compilers fuse the last product of a sum of two, and differ about
-        # a difference of two, so this is what makes all processors round alike.
-        return x[i, c] * table[position, d, 0] + (-x[i, c + half]) * table[position, d, 1]
-
-    def high(x, table, i, c, position, d):
-        return x[i, c + half] * table[position, d, 0] + x[i, c] * table[position, d, 1]
-
     @T.prim_func(private=True, s_tir=True)
     def func(
         qkv_: T.handle,
@@ -377,18 +391,20 @@ def rope_kv_write(
         for i, h, d in T.grid(width, num_heads, half):
             with T.sblock("rotate_q"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                q[vi, vh, vd] = low(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
-                q[vi, vh, half + vd] = high(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, vd] = turned_low(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, half + vd] = turned_high(
+                    qkv, table, vi, vh * head_dim + vd, position[vi], vd
+                )
         for i, h, d in T.grid(width, num_kv_heads, half):
             with T.sblock("rotate_k"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
                 cache[0, vh, boundary[0] + vi, vd] = T.Cast(
                     "float16",
-                    low(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                    turned_low(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
                 )
                 cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
                     "float16",
-                    high(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                    turned_high(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
                 )
         for i, h, d in T.grid(width, num_kv_heads, head_dim):
             with T.sblock("write_v"):
@@ -398,6 +414,20 @@ def rope_kv_write(
                 )
 
     return stamp(func, "rope_kv_write")
+
+
+def turned_low(x, table, i, c, position, d):
+    """RoPE of column c of row i, which is column d of a head's lower half."""
+    half = table.shape[1]
+    # A sum and no difference: compilers fuse the last product of a sum of two, and differ about a
+    # difference of two, so this is what makes all processors round alike.
+    return x[i, c] * table[position, d, 0] + (-x[i, c + half]) * table[position, d, 1]
+
+
+def turned_high(x, table, i, c, position, d):
+    """RoPE of the column that is half a head behind c."""
+    half = table.shape[1]
+    return x[i, c + half] * table[position, d, 0] + x[i, c] * table[position, d, 1]
 
 
 def final_norm(size: int, eps: float) -> tirx.PrimFunc:
@@ -417,7 +447,7 @@ def final_norm(size: int, eps: float) -> tirx.PrimFunc:
         ),
         "picked",
     )
-    normed = _rms_norm(picked, weight, eps)
+    normed = rms_norm(picked, weight, eps)
     return stamped([x, weight, logit_rows, normed], "final_norm", eps=eps)
 
 

@@ -76,6 +76,22 @@ GROUP_TILES = [
     (4, 2, "low_bit_group_gemv", (1, 1, 16, 3)),
 ]
 GROUP_SIZES = (512, 1412, 2560, 9728)
+# Format, segments, K, residual, activation, norm: the shapes of layers, and ragged ones.
+FUSED_LINEARS = [
+    (FORMAT, (2560, 640, 640), 2560, False, "", True),
+    (FORMAT, (6912, 6912), 2560, False, "relu2", True),
+    (FORMAT, (2560,), 6912, True, "", True),
+    (FORMAT, (1408, 1408), 512, False, "relu2", True),
+    (FORMAT, (512,), 1408, True, "", True),
+    (FORMAT, (100, 30, 7), 200, True, "", True),
+    (FORMAT, (64, 64), 1410, False, "silu", True),
+    ("ternary-g128", (2048, 1024, 1024), 2048, False, "", True),
+    ("ternary-g128", (6144, 6144), 2048, False, "silu", True),
+    ("ternary-g128", (2048,), 6144, True, "", False),
+    ("binary-g128", (96, 96), 1412, False, "silu", True),
+    ("binary-g128", (71,), 9728, True, "", False),
+]
+FUSED_WIDTHS = (1, 2, 4)
 # Vocabulary, size.
 HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)
@@ -134,6 +150,35 @@ def group_linear(
     return kernel("low_bit_linear", *arguments, width=width)
 
 
+def fused_linear(
+    form: str,
+    segments: Sequence[int],
+    size: int,
+    residual: bool,
+    activation: str,
+    norm: bool,
+    width: int,
+) -> Kernel:
+    """A linear that quantises its own input, with a norm or without."""
+    op, settings = ("norm_low_bit_linear", (EPS,)) if norm else ("quantize_low_bit_linear", ())
+    arguments = (tuple(segments), size, "cuda", form, residual, *settings, activation)
+    return kernel(op, *arguments, width=width)
+
+
+def quantizer(size: int, group: int, norm: bool, width: int) -> Kernel:
+    """What quantises in front of a linear, by itself."""
+    if norm:
+        return kernel("norm_quantize", size, EPS, group, width=width)
+    return kernel("quantize", size, group, width=width)
+
+
+def gated_quantizer(size: int, group: int, activation: str, width: int) -> Kernel:
+    """The same over a gate and up: without a norm where there are groups."""
+    if group:
+        return kernel("gated_quantize", size, group, width=width)
+    return kernel("gated_norm_quantize", size, EPS, activation, width=width)
+
+
 def group_warps(groups: int) -> int:
     """Ways that the sum over so many groups is split."""
     return -(-groups // max(4, -(-groups // 16)))
@@ -162,6 +207,7 @@ def all_kernels() -> Iterator[Kernel]:
         yield kernel("final_norm", size, EPS, width=width, rows=width)
         yield kernel("embed", 50, size, width=width)
     yield from group_kernels()
+    yield from fused_kernels()
     for (vocab, size), rows in product(HEADS, HEAD_ROWS):
         yield kernel("head", vocab, size, rows=rows)
     for (vocab, size, penalty), rows in product(BOUNDED_HEADS, BOUNDED_ROWS):
@@ -206,6 +252,21 @@ def bounded_head(vocab: int, size: int, penalty: bool, rows: int) -> Iterator[Ke
     yield kernel("head_rescore", vocab, size, penalty, rows=rows)
 
 
+def fused_kernels() -> Iterator[Kernel]:
+    """Linears that quantise their own input, and all that they replace."""
+    for shape, width in product(FUSED_LINEARS, FUSED_WIDTHS):
+        form, segments, size, residual, activation, norm = shape
+        group = GROUP if form in GROUP_FORMATS else 0
+        yield fused_linear(*shape, width)
+        yield quantizer(size, group, norm, width)
+        yield group_linear(segments, size, residual, form, width)
+        if activation:
+            yield gated_quantizer(segments[0], group, activation, width)
+            yield quantizer(segments[0], group, not group, width)
+    for shape, width in product(ATTENTIONS, NORM_WIDTHS):
+        yield kernel("norm_rope_kv_write", *shape, POSITIONS, SLOTS, EPS, width=width)
+
+
 def step_kernels() -> Iterator[Kernel]:
     for width in STEP_WIDTHS:
         yield kernel("step_rows", width=width)
@@ -236,9 +297,9 @@ def target_for(arch: str) -> Target:
 def definition(item: Kernel) -> Any:
     """The PrimFunc of a kernel as `relax_models` defines it, at the kernel's dimensions."""
     from bitmtp_tvm.specialize import bind_dims
-    from relax_models import attention_ops, choose_ops, head_ops, ops, step_ops
+    from relax_models import attention_ops, choose_ops, fused_ops, head_ops, ops, step_ops
 
-    modules = (ops, attention_ops, choose_ops, head_ops, step_ops)
+    modules = (ops, attention_ops, choose_ops, fused_ops, head_ops, step_ops)
     module = next(module for module in modules if hasattr(module, item.op))
     return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
 

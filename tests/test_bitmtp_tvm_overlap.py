@@ -1,5 +1,7 @@
 """Kernels that start early: what is done to their text and to their launches."""
 
+import re
+
 import gpu_kernels
 import pytest
 
@@ -56,3 +58,16 @@ def test_a_linear_asks_for_its_weights_before_it_waits(arch, early):
         before, after = body.split("griddepcontrol_wait", 1)
         assert "weight_ptr" in before and "q_ptr +" not in before
         assert "q_ptr +" in after
+
+
+@pytest.mark.parametrize("shape", [gpu_kernels.FUSED_LINEARS[5], gpu_kernels.FUSED_LINEARS[10]])
+def test_a_fused_linear_asks_for_constants_before_it_waits_and_for_nothing_else(shape):
+    source = gpu_kernels.cuda_text(
+        [gpu_kernels.fused_linear(*shape, 2)], gpu_kernels.target_for("sm_90a")
+    )
+    before, after = source[source.rindex('extern "C"') :].split("griddepcontrol_wait", 1)
+    asked = set(re.findall(r"\b(\w+)_ptr (?:\+|\[)|\b(\w+)_ptr\[", before.partition("{")[2]))
+    asked = {name for pair in asked for name in pair if name}
+    assert {"weight", "norm"} <= asked
+    assert not asked & {"x", "residual", "y"}
+    assert "x_ptr" in after

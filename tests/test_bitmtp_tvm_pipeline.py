@@ -45,7 +45,7 @@ def test_a_dump_is_written_after_every_pass(tmp_path):
     pipeline.lower(model()[0], buckets((1,), (2,)), CPU, tmp_path / "dump", told.append)
     names = sorted(path.name for path in (tmp_path / "dump").iterdir())
     assert names == [f"{i:02d}_{name}.py" for i, name in enumerate(told, start=1)]
-    assert told[:3] == ["specialize", "decode_loop", "schedule"]
+    assert told[:4] == ["specialize", "fuse", "decode_loop", "schedule"]
     assert "decode_w1" in (tmp_path / "dump" / names[-1]).read_text()
 
 

@@ -13,6 +13,7 @@ from gpu_kernels import (
     ATTENTIONS,
     CAUSAL_WIDTHS,
     EPS,
+    FUSED_LINEARS,
     GROUP,
     HEAD_ROWS,
     HEADS,
@@ -25,6 +26,7 @@ from gpu_kernels import (
     SLOTS,
     VOCABULARIES,
     attention,
+    fused_linear,
     group_linear,
     kernel,
     linear,
@@ -53,9 +55,12 @@ OPERATIONS = {
     "head_rescore",
     "low_bit_embed",
     "low_bit_linear",
+    "norm_low_bit_linear",
     "norm_quantize",
+    "norm_rope_kv_write",
     "qk_norm",
     "quantize",
+    "quantize_low_bit_linear",
     "rope_kv_write",
     "softmax_parts",
     "step_rows",
@@ -106,6 +111,11 @@ def real_kernels():
     yield from group_model_kernels(4096, 12288, 32, 8, 128, 151669, "binary-g128", 8)
     yield from model_kernels(512, 1408, 8, 2, 64, 8192, 8)
     yield kernel("gated_norm_quantize", 6912, EPS, "silu", width=8)
+    yield kernel("norm_rope_kv_write", 16, 8, 128, 4096, 4224, EPS, width=8)
+    for shape in FUSED_LINEARS[:3]:
+        yield fused_linear(*shape, 1)
+    for shape in FUSED_LINEARS[1:3] + FUSED_LINEARS[8:10]:
+        yield fused_linear(*shape, 4)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,7 @@ def dequantize(codes: np.ndarray, scales: np.ndarray, bits: int) -> np.ndarray:
 def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """x / sqrt(mean(x^2) + eps) * weight: x `(…, K)`, weight `(K,)` -> `(…, K)`, all float32."""
     mean = np.mean(x * x, axis=-1, keepdims=True, dtype=np.float32)
-    return x * (np.float32(1) / np.sqrt(mean + np.float32(eps))) * weight
+    return x * weight * (np.float32(1) / np.sqrt(mean + np.float32(eps)))
 
 
 def quantize(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -5,6 +5,7 @@ from schedules.gpu import (
     attention_parts,
     attention_split,
     attention_whole,
+    fused_linear,
     gemv_tile,
     low_bit_group_mma,
     low_bit_mma,
@@ -12,7 +13,7 @@ from schedules.gpu import (
 )
 from schedules.gpu.attention_join import attention_join
 from schedules.gpu.choose import choose, softmax_parts
-from schedules.gpu.elementwise import embed, rope_kv_write
+from schedules.gpu.elementwise import embed
 from schedules.gpu.head import greedy, head
 from schedules.gpu.head_codes import head_codes
 from schedules.gpu.head_norm import final_norm_codes
@@ -21,6 +22,7 @@ from schedules.gpu.low_bit_embed import low_bit_embed
 from schedules.gpu.norm import final_norm, gated_norm_quantize, norm_quantize
 from schedules.gpu.qk_norm import qk_norm
 from schedules.gpu.quantize import gated_quantize, quantize
+from schedules.gpu.rope import norm_rope_kv_write, rope_kv_write
 from schedules.gpu.step import accept, step_rows
 
 TEMPLATES = {
@@ -35,6 +37,8 @@ TEMPLATES = {
         low_bit_group_mma.TEMPLATE,
         gemv_tile.GROUP_TEMPLATE,
     ),
+    "norm_low_bit_linear": (fused_linear.TEMPLATE,),
+    "quantize_low_bit_linear": (fused_linear.TEMPLATE,),
 }
 
 RULES = {
@@ -52,6 +56,7 @@ RULES = {
     "head_rescore": head_rescore,
     "low_bit_embed": low_bit_embed,
     "norm_quantize": norm_quantize,
+    "norm_rope_kv_write": norm_rope_kv_write,
     "qk_norm": qk_norm,
     "quantize": quantize,
     "rope_kv_write": rope_kv_write,

@@ -1,10 +1,61 @@
 """What all linears on cuda share: their buffers, and which block computes what."""
 
+from dataclasses import dataclass
+from typing import Any
+
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.gpu.thread import ceil_div
+from schedules.gpu.thread import (
+    WARP,
+    add,
+    ceil_div,
+    let_others_start,
+    wait_for_others,
+    warp_sum,
+)
 from schedules.workload import Workload
+
+
+@dataclass(frozen=True)
+class WarpPart:
+    """What a warp of a linear by dp4a does, whatever the format.
+
+    rows: of weights that a lane sums for each token; words: uint32 of weights that it holds;
+    scales: floats of group scales that it holds; dtype: of its sums.
+
+    The macro `start(weight, weight_scale, words, scales, first_tile, warp, lane)` sends for the
+    first weights, which no kernel writes. `finish(q, scale, total, weight, weight_scale, words,
+    scales, acc, first_tile, token, warp, lane)` leaves the sum of row r for token i at
+    acc[r * tokens + i], a part of it in each of the lanes 4g..4g+3.
+    """
+
+    rows: int
+    words: int
+    scales: int
+    dtype: str
+    start: Any
+    finish: Any
+
+
+def plus(value, residual, token, n):
+    """`value` and the residual's element, where there is one."""
+    return value if residual is None else add(value, residual[token, n])
+
+
+def put_sums(tokens: int, part: WarpPart):
+    """A macro that puts a warp's sums side by side into shared memory: eight rows of a token."""
+    sums = part.rows * tokens
+
+    @T.macro
+    def put(acc, partial, warp, lane):
+        for i in T.unroll(sums):
+            warp_sum(acc, i, 4)
+        if lane % 4 == 0:
+            for i in T.unroll(sums):
+                partial[(warp * sums + i) * 8 + lane // 4] = acc[i]
+
+    return put
 
 
 def linear_kernel(
@@ -77,3 +128,69 @@ def linear_kernel(
         launch(q, scale, total, weight, weight_scale, None, y)
 
     return plain
+
+
+def dp4a_linear(
+    work: Workload, tile: Any, part: WarpPart, join, tile_rows: int, early: bool
+) -> tirx.PrimFunc:
+    """`linear_kernel` by dp4a for a tile (tokens, row_tiles, warps), of `tile_rows` rows each.
+
+    `join(partial, at, scale, total, weight_scale, value, token, n)` is a macro that leaves a result
+    in `value` from the warps' sums. With `early`, the first weights are on their way before the
+    kernel waits for others.
+    """
+    width, columns = work.shapes[-1]
+    tokens, row_tiles, warps = tile.tokens, tile.row_tiles, tile.warps
+    threads = warps * WARP
+    outputs = part.rows * tokens * 8
+    put = put_sums(tokens, part)
+
+    @T.macro
+    def store(partial, at, scale, total, weight_scale, residual, y, token, n):
+        value = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        if (at < outputs) and (token < width) and (n < columns):
+            join(partial, at, scale, total, weight_scale, value, token, n)
+            y[token, n] = plus(value[0], residual, token, n)
+
+    @T.macro
+    def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
+        words = T.sblock_alloc_buffer((part.words,), "uint32", scope="local")
+        scales = T.sblock_alloc_buffer((part.scales,), "float32", scope="local")
+        acc = T.sblock_alloc_buffer((part.rows * tokens,), part.dtype, scope="local")
+        partial = T.sblock_alloc_buffer((warps * outputs,), part.dtype, scope="shared")
+        if early:
+            let_others_start()
+        part.start(weight, weight_scale, words, scales, first_tile, thread // WARP, thread % WARP)
+        if early:
+            wait_for_others()
+        part.finish(
+            q,
+            scale,
+            total,
+            weight,
+            weight_scale,
+            words,
+            scales,
+            acc,
+            first_tile,
+            token,
+            thread // WARP,
+            thread % WARP,
+        )
+        put(acc, partial, thread // WARP, thread % WARP)
+        T.tvm_storage_sync("shared")
+        # Sum number at // 8 of a lane: eight rows of one activation row.
+        for turn in T.unroll(ceil_div(outputs, threads)):
+            store(
+                partial,
+                turn * threads + thread,
+                scale,
+                total,
+                weight_scale,
+                residual,
+                y,
+                token + (turn * threads + thread) // 8 % tokens,
+                first_tile * tile_rows + (turn * threads + thread) // (8 * tokens) * 8 + thread % 8,
+            )
+
+    return linear_kernel(work, threads, row_tiles, tokens, one_block)

@@ -14,12 +14,11 @@ Rows and tokens of a block and the loads in flight are free to differ from width
 """
 
 from tvm import tirx
-from tvm.script import tirx as T
 
-from schedules.gpu.linear import linear_kernel
-from schedules.gpu.low_bit_group_warp import GroupTile, accumulator
+from schedules.gpu.linear import dp4a_linear
+from schedules.gpu.low_bit_group_warp import GroupTile, joiner, warp_part
 from schedules.gpu.packed import GROUP_PACKINGS, Packing
-from schedules.gpu.thread import WARP, add, ceil_div, warp_sum
+from schedules.gpu.thread import ceil_div, overlaps
 from schedules.space import Card, Template
 from schedules.workload import Workload
 
@@ -66,63 +65,13 @@ def choose(work: Workload, card: Card) -> GroupTile:
     return choose_tile(work.width, tiles, groups, GROUP_PACKINGS[work.settings["format"]])
 
 
-def _template(work: Workload, tile: GroupTile) -> tirx.PrimFunc:
+def _template(work: Workload, tile: GroupTile, early: bool) -> tirx.PrimFunc:
     packing = GROUP_PACKINGS[work.settings["format"]]
-    width, columns = work.shapes[-1]
     tiles, groups = work.shapes[3][:2]
-    tokens, row_tiles, warps = tile.tokens, tile.row_tiles, tile.warps
-    threads = warps * WARP
-    sums = row_tiles * packing.rows * tokens
-    accumulate = accumulator(packing, tile, (width, tiles, groups))
-
-    def with_residual(value, residual, token, n):
-        return value if residual is None else add(value, residual[token, n])
-
-    @T.macro
-    def store(partial, at, residual, y, token, n):
-        dot = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        if (at < sums * 8) and (token < width) and (n < columns):
-            dot[0] = partial[at]
-            for i in T.unroll(warps - 1):
-                dot[0] = add(dot[0], partial[(i + 1) * sums * 8 + at])
-            y[token, n] = with_residual(dot[0], residual, token, n)
-
-    @T.macro
-    def one_block(q, scale, total, weight, weight_scale, residual, y, first_tile, token, thread):
-        acc = T.sblock_alloc_buffer((sums,), "float32", scope="local")
-        partial = T.sblock_alloc_buffer((warps * sums * 8,), "float32", scope="shared")
-        accumulate(
-            q,
-            scale,
-            total,
-            weight,
-            weight_scale,
-            acc,
-            first_tile,
-            token,
-            thread // WARP,
-            thread % WARP,
-        )
-        for i in T.unroll(sums):
-            warp_sum(acc, i, 4)
-        if thread % 4 == 0:
-            for i in T.unroll(sums):
-                partial[(thread // WARP * sums + i) * 8 + thread % WARP // 4] = acc[i]
-        T.tvm_storage_sync("shared")
-        # Sum number at // 8 of a lane: eight rows of one activation row.
-        for turn in T.unroll(ceil_div(sums * 8, threads)):
-            store(
-                partial,
-                turn * threads + thread,
-                residual,
-                y,
-                token + (turn * threads + thread) // 8 % tokens,
-                first_tile * packing.tile
-                + (turn * threads + thread) // (8 * tokens) * 8
-                + thread % 8,
-            )
-
-    return linear_kernel(work, threads, row_tiles, tokens, one_block)
+    shape = (work.width, tiles, groups)
+    part = warp_part(packing, tile, shape, lambda first, r: first + r)
+    join = joiner(tile.warps, part.rows * tile.tokens * 8)
+    return dp4a_linear(work, tile, part, join, packing.tile, early)
 
 
 TEMPLATE = Template(
@@ -131,5 +80,5 @@ TEMPLATE = Template(
     serves=serves,
     choose=choose,
     candidates=lambda work, card: [choose(work, card)],
-    make=lambda work, tile, target: _template(work, tile),
+    make=lambda work, tile, target: _template(work, tile, overlaps(target)),
 )

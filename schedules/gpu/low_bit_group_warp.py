@@ -1,9 +1,11 @@
 """A warp's part of a linear with group scales on cuda: its groups unpacked, multiplied, scaled."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from tvm.script import tirx as T
 
+from schedules.gpu.linear import WarpPart
 from schedules.gpu.packed import K_BLOCK, LANE_K, STEPS, WORDS, Packing
 from schedules.gpu.thread import add, ceil_div, dp4a, fma, mul, rolled, span
 
@@ -25,9 +27,9 @@ class GroupTile:
     ahead: int
 
 
-def accumulator(packing: Packing, tile: GroupTile, shape: tuple[int, int, int]):
-    """A macro that leaves in `acc` a lane's sums over the groups of its warp; `shape` is (width,
-    tiles, groups)."""
+def warp_part(packing: Packing, tile: Any, shape: tuple[int, int, int], tile_of) -> WarpPart:
+    """The part of a warp in a block of `tile` (tokens, row_tiles, warps, ahead); `shape` is (width,
+    tiles, groups), `tile_of(first, r)` the r-th tile of the warp."""
     width, tiles, groups = shape
     tokens, row_tiles, warps, ahead = tile.tokens, tile.row_tiles, tile.warps, tile.ahead
     rows = row_tiles * packing.rows
@@ -55,13 +57,16 @@ def accumulator(packing: Packing, tile: GroupTile, shape: tuple[int, int, int]):
     def load(weight, weight_scale, words, scales, first_tile, group, lane, i):
         for r in T.unroll(row_tiles):
             words[span((i * row_tiles + r) * WORDS, WORDS)] = weight[
-                T.min(first_tile + r, tiles - 1), T.min(group, groups - 1), lane, span(0, WORDS)
+                T.min(tile_of(first_tile, r), tiles - 1),
+                T.min(group, groups - 1),
+                lane,
+                span(0, WORDS),
             ]
             for row in T.unroll(packing.rows):
                 scales[i * rows + r * packing.rows + row] = T.Cast(
                     "float32",
                     weight_scale[
-                        T.min(first_tile + r, tiles - 1),
+                        T.min(tile_of(first_tile, r), tiles - 1),
                         T.min(group, groups - 1),
                         row * 8 + lane // 4,
                     ],
@@ -99,23 +104,32 @@ def accumulator(packing: Packing, tile: GroupTile, shape: tuple[int, int, int]):
             add_token(q, scale, total, codes, scales, acc, j, token + j, group, lane, i * rows)
 
     @T.macro
-    def accumulate(q, scale, total, weight, weight_scale, acc, first_tile, token, warp, lane):
-        words = T.sblock_alloc_buffer((ahead * row_tiles * WORDS,), "uint32", scope="local")
-        scales = T.sblock_alloc_buffer((ahead * rows,), "float32", scope="local")
+    def load_turn(weight, weight_scale, words, scales, first_tile, warp, lane, turn):
+        for i in T.unroll(ahead):
+            load(
+                weight,
+                weight_scale,
+                words,
+                scales,
+                first_tile,
+                group_of(warp, turn * ahead + i),
+                lane,
+                i,
+            )
+
+    @T.macro
+    def start(weight, weight_scale, words, scales, first_tile, warp, lane):
+        load_turn(weight, weight_scale, words, scales, first_tile, warp, lane, 0)
+
+    @T.macro
+    def finish(
+        q, scale, total, weight, weight_scale, words, scales, acc, first_tile, token, warp, lane
+    ):
         for i in T.unroll(rows * tokens):
             acc[i] = T.float32(0)
         for turn in rolled(rounds):
-            for i in T.unroll(ahead):
-                load(
-                    weight,
-                    weight_scale,
-                    words,
-                    scales,
-                    first_tile,
-                    group_of(warp, turn * ahead + i),
-                    lane,
-                    i,
-                )
+            if turn > 0:
+                load_turn(weight, weight_scale, words, scales, first_tile, warp, lane, turn)
             for i in T.unroll(ahead):
                 # No activations of the next group yet: with several tokens they cost registers that
                 # are not there.
@@ -135,4 +149,24 @@ def accumulator(packing: Packing, tile: GroupTile, shape: tuple[int, int, int]):
                         i,
                     )
 
-    return accumulate
+    return WarpPart(
+        rows=rows,
+        words=ahead * row_tiles * WORDS,
+        scales=ahead * rows,
+        dtype="float32",
+        start=start,
+        finish=finish,
+    )
+
+
+def joiner(warps: int, stride: int):
+    """A macro that leaves in `value` a result from the warps' sums, which stand `stride` apart from
+    `at` on."""
+
+    @T.macro
+    def join(partial, at, scale, total, weight_scale, value, token, n):
+        value[0] = partial[at]
+        for i in T.unroll(warps - 1):
+            value[0] = add(value[0], partial[(i + 1) * stride + at])
+
+    return join

@@ -1,70 +1,86 @@
 """RMSNorm with and without int8 quantisation on cuda: one block a row, the row held in registers.
 
-The number of threads, and with it the tree of the sum of squares, depends on the row's size alone.
+The tree of the sum of squares is that of schedules/gpu/row.py, which knows nothing of the block.
 """
-
-from dataclasses import dataclass
 
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
-from schedules.gpu.int8 import (
-    GROUP,
+from schedules.gpu.row import (
+    HALVES,
+    HELD,
     LANE_COLUMNS,
-    LEAST_ABSMAX,
-    code,
-    code_factor,
-    code_scale,
-    magnitude,
-    packed_bytes,
-    quantize_group,
+    SPAN,
+    RowTile,
+    encoder,
+    group_encoder,
+    loader,
+    normalizer,
 )
 from schedules.gpu.thread import (
     MAX_THREADS,
     WARP,
-    block_max,
-    block_sum,
     ceil_div,
-    constant,
-    fma,
+    let_others_start,
+    mul,
+    overlaps,
     silu,
     span,
     splat,
-    vector_width,
+    wait_for_others,
 )
 from schedules.workload import Workload
 
 MOST_HELD = 32
 
 
-@dataclass(frozen=True)
-class RowTile:
-    """How a row lies over a block: in turn i thread t holds `vector` elements from `first` on."""
-
-    threads: int
-    vector: int
-    turns: int
-
-    @property
-    def warps(self) -> int:
-        return self.threads // WARP
-
-    def first(self, turn, thread):
-        """The first element of a thread's vector in a turn."""
-        return (turn * self.threads + thread) * self.vector
-
-
 def choose_tile(size: int, padded: int) -> RowTile:
-    """The tile of rows of `size` elements, written out to `padded`."""
-    vector = vector_width(size, 4)
-    threads = WARP
-    while threads < MAX_THREADS and threads * vector * 4 < padded:
-        threads *= 2
-    tile = RowTile(threads, vector, ceil_div(padded, threads * vector))
-    if tile.turns * tile.vector > MOST_HELD:
+    """The tile of one row of `size` elements, written out to `padded`: a warp a span, if it can."""
+    tile = RowTile(size, padded, 1, min(ceil_div(size, SPAN), MAX_THREADS // WARP))
+    if tile.held > MOST_HELD:
         raise ValueError(f"a row of {size} elements is too long for the registers of one block")
     return tile
+
+
+def plain(tile: RowTile):
+    """How a row is read as it stands."""
+
+    def load(x, row, k):
+        return x[row, span(k, tile.vector)]
+
+    return load
+
+
+def gated(tile: RowTile, activation: str):
+    """How activation(gate) · up is read, both halves of one row."""
+
+    def load(gate_up, row, k):
+        gate = gate_up[row, span(k, tile.vector)]
+        up = gate_up[row, span(tile.size + k, tile.vector)]
+        return activated(gate, activation, tile.vector) * up
+
+    return load
+
+
+def asking(tile: RowTile):
+    """How the row is read that a place of `logit_rows` asks for, of (x, logit_rows): row 0 where it
+    asks for nothing, so that all threads meet."""
+
+    def load(of, row, k):
+        x, logit_rows = of
+        return x[T.max(logit_rows[row], 0), span(k, tile.vector)]
+
+    return load
+
+
+def activated(gate, activation: str, lanes: int = 1):
+    """silu(gate) or relu(gate)² ("relu2") of `lanes` floats."""
+    if activation == "silu":
+        return silu(gate, lanes)
+    # Unlike a maximum, this lets a NaN pass.
+    positive = T.Select(gate < splat(T.float32(0), lanes), splat(T.float32(0), lanes), gate)
+    return positive * positive
 
 
 def norm_quantize(
@@ -72,129 +88,41 @@ def norm_quantize(
 ) -> tirx.PrimFunc | None:
     """See `relax_models.ops.norm_quantize`."""
     tile = choose_tile(work.shapes[1][0], work.shapes[2][1])
-
-    def load(x, row, k):
-        return x[row, span(k, tile.vector)]
-
-    return _quantizing(work, tile, load)
+    return _quantizing(work, tile, plain(tile), overlaps(target))
 
 
 def gated_norm_quantize(
     func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
 ) -> tirx.PrimFunc | None:
     """See `relax_models.ops.gated_norm_quantize`."""
-    size = work.shapes[1][0]
-    tile = choose_tile(size, work.shapes[2][1])
-    zero = splat(T.float32(0), tile.vector)
-
-    def activate(gate):
-        if work.settings["activation"] == "silu":
-            return silu(gate, tile.vector)
-        # Unlike a maximum, this lets a NaN pass.
-        positive = T.Select(gate < zero, zero, gate)
-        return positive * positive
-
-    def load(gate_up, row, k):
-        gate = gate_up[row, span(k, tile.vector)]
-        return activate(gate) * gate_up[row, span(size + k, tile.vector)]
-
-    return _quantizing(work, tile, load)
+    tile = choose_tile(work.shapes[1][0], work.shapes[2][1])
+    return _quantizing(work, tile, gated(tile, work.settings["activation"]), overlaps(target))
 
 
-def normalizer(tile: RowTile, size: int, eps: float, load):
-    """A macro that leaves the normalised row in `held`, element `tile.first(turn, thread)` + j at
-    `turn` * vector + j, and zeros behind the row's end."""
-    vector = tile.vector
-    zeros = splat(T.float32(0), vector)
+def normed_rows(tile: RowTile, eps: float, load, early: bool):
+    """A macro that leaves a row as a `normalizer` does; with `early`, the weight is on its way
+    before the kernel waits for others."""
+    load_row = loader(tile, load, rows=True)
+    load_weight = loader(tile, lambda weight, row, k: weight[span(k, tile.vector)], rows=False)
+    normalize = normalizer(tile, eps)
 
     @T.macro
-    def normalize(held, x, row, weight, thread):
-        square = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        squares = T.sblock_alloc_buffer((tile.warps,), "float32", scope="shared")
-        for turn in T.unroll(tile.turns):
-            held[span(turn * vector, vector)] = T.if_then_else(
-                tile.first(turn, thread) < size, load(x, row, tile.first(turn, thread)), zeros
-            )
-        square[0] = T.float32(0)
-        for i in T.unroll(tile.turns * vector):
-            square[0] = fma(held[i], held[i], square[0])
-        block_sum(square, squares, tile.warps, thread)
-        square[0] = T.float32(1) / T.sqrt(square[0] / T.float32(size) + constant(eps))
-        for turn in T.unroll(tile.turns):
-            held[span(turn * vector, vector)] = T.if_then_else(
-                tile.first(turn, thread) < size,
-                held[span(turn * vector, vector)]
-                * splat(square[0], vector)
-                * weight[span(tile.first(turn, thread), vector)],
-                zeros,
-            )
+    def normed_row(x, weight, held, inverse, largest, sums, row, warp, lane):
+        weights = T.sblock_alloc_buffer((tile.turns * HELD,), "float32", scope="local")
+        load_weight(weight, weights, 0, warp, lane)
+        if early:
+            wait_for_others()
+        load_row(x, held, row, warp, lane)
+        normalize(held, weights, inverse, largest, sums, warp, lane)
 
-    return normalize
+    return normed_row
 
 
-def _quantizer(tile: RowTile, padded: int):
-    """A macro that writes a row held in registers as int8."""
-    vector, elements = tile.vector, tile.turns * tile.vector
-
-    @T.macro
-    def quantize(held, q, scale, total, row, thread):
-        largest = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        factor = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        codes = T.sblock_alloc_buffer((elements,), "int32", scope="local")
-        count = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        magnitudes = T.sblock_alloc_buffer((tile.warps,), "int32", scope="shared")
-        counts = T.sblock_alloc_buffer((tile.warps,), "int32", scope="shared")
-        largest[0] = LEAST_ABSMAX
-        for i in T.unroll(elements):
-            largest[0] = T.max(largest[0], magnitude(held[i]))
-        block_max(largest, magnitudes, tile.warps, thread)
-        factor[0] = code_factor(largest[0])
-        count[0] = 0
-        for i in T.unroll(elements):
-            codes[i] = code(held[i], factor[0])
-            count[0] = count[0] + codes[i]
-        for turn in T.unroll(tile.turns):
-            if tile.first(turn, thread) < padded:
-                q[row, span(tile.first(turn, thread), vector)] = packed_bytes(
-                    codes, turn * vector, vector
-                )
-        block_sum(count, counts, tile.warps, thread)
-        if thread == 0:
-            scale[row] = code_scale(largest[0])
-            total[row] = count[0]
-
-    return quantize
-
-
-def _group_quantizer(tile: RowTile, padded: int):
-    """A macro that writes a row held in registers as int8 by groups: in a turn a warp holds one."""
-    if tile.vector != LANE_COLUMNS:
-        raise ValueError(f"groups of a row whose size is no multiple of {LANE_COLUMNS}")
-
-    @T.macro
-    def quantize(held, q, scale, total, row, thread):
-        for turn in T.unroll(tile.turns):
-            if turn * tile.warps + thread // WARP < padded // GROUP:
-                quantize_group(
-                    held,
-                    turn * LANE_COLUMNS,
-                    q,
-                    scale,
-                    total,
-                    row,
-                    turn * tile.warps + thread // WARP,
-                    thread % WARP,
-                )
-
-    return quantize
-
-
-def _quantizing(work: Workload, tile: RowTile, load) -> tirx.PrimFunc:
+def _quantizing(work: Workload, tile: RowTile, load, early: bool) -> tirx.PrimFunc:
     (width, columns), (size,), (_, padded) = work.shapes[:3]
-    normalize = normalizer(tile, size, work.settings["eps"], load)
-    grouped = work.settings.get("group")
-    quantize = _group_quantizer(tile, padded) if grouped else _quantizer(tile, padded)
-    scales = work.shapes[3]
+    normed_row = normed_rows(tile, work.settings["eps"], load, early)
+    finish = _by_group(tile) if work.settings.get("group") else _by_row(tile)
+    scales, threads = work.shapes[3], tile.warps * WARP
 
     @T.prim_func(private=True, s_tir=True)
     def func(
@@ -205,17 +133,47 @@ def _quantizing(work: Workload, tile: RowTile, load) -> tirx.PrimFunc:
         total: T.Buffer(scales, "int32"),
     ):
         for bx in T.thread_binding(width, thread="blockIdx.x"):
-            for tx in T.thread_binding(tile.threads, thread="threadIdx.x"):
+            for tx in T.thread_binding(threads, thread="threadIdx.x"):
                 with T.sblock("row"):
                     row = T.axis.spatial(width, bx)
-                    thread = T.axis.spatial(tile.threads, tx)
-                    held = T.sblock_alloc_buffer(
-                        (tile.turns * tile.vector,), "float32", scope="local"
+                    thread = T.axis.spatial(threads, tx)
+                    held = T.sblock_alloc_buffer((tile.held,), "float32", scope="local")
+                    inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                    largest = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                    sums = T.sblock_alloc_buffer((1,), "int32", scope="shared")
+                    if early:
+                        let_others_start()
+                    normed_row(
+                        x, weight, held, inverse, largest, sums, row, thread // WARP, thread % WARP
                     )
-                    normalize(held, x, row, weight, thread)
-                    quantize(held, q, scale, total, row, thread)
+                    finish(held, inverse, largest, sums, q, scale, total, row, thread)
 
     return func
+
+
+def _by_row(tile: RowTile):
+    encode = encoder(tile)
+
+    @T.macro
+    def finish(held, inverse, largest, sums, q, scale, total, row, thread):
+        scales = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        encode(held, inverse, largest, q, scales, sums, row, thread // WARP, thread % WARP)
+        T.tvm_storage_sync("shared")
+        if thread == 0:
+            scale[row] = scales[0]
+            total[row] = sums[0]
+
+    return finish
+
+
+def _by_group(tile: RowTile):
+    encode = group_encoder(tile)
+
+    @T.macro
+    def finish(held, inverse, largest, sums, q, scale, total, row, thread):
+        encode(held, inverse, q, scale, total, row, thread // WARP, thread % WARP)
+
+    return finish
 
 
 def final_norm(
@@ -224,12 +182,24 @@ def final_norm(
     """See `relax_models.ops.final_norm`."""
     (width, size), _, (rows,) = work.shapes[:3]
     tile = choose_tile(size, size)
-    vector = tile.vector
+    early, vector = overlaps(target), tile.vector
+    normed_row = normed_rows(tile, work.settings["eps"], asking(tile), early)
 
-    def load(x, row, k):
-        return x[row, span(k, vector)]
-
-    normalize = normalizer(tile, size, work.settings["eps"], load)
+    @T.macro
+    def store(held, inverse, logit_rows, normed, row, warp, lane):
+        for turn in T.unroll(tile.turns):
+            for half in T.unroll(HALVES):
+                for i in T.unroll(LANE_COLUMNS):
+                    held[tile.at(0, turn) + half * LANE_COLUMNS + i] = T.if_then_else(
+                        logit_rows[row] >= 0,
+                        mul(held[tile.at(0, turn) + half * LANE_COLUMNS + i], inverse[0]),
+                        T.float32(0),
+                    )
+                for v in T.unroll(LANE_COLUMNS // vector):
+                    if tile.within(tile.column(turn, half, warp, lane) + v * vector, size):
+                        normed[
+                            row, span(tile.column(turn, half, warp, lane) + v * vector, vector)
+                        ] = held[span(tile.at(0, turn) + half * LANE_COLUMNS + v * vector, vector)]
 
     @T.prim_func(private=True, s_tir=True)
     def func(
@@ -239,19 +209,26 @@ def final_norm(
         normed: T.Buffer((rows, size), "float32"),
     ):
         for bx in T.thread_binding(rows, thread="blockIdx.x"):
-            for tx in T.thread_binding(tile.threads, thread="threadIdx.x"):
+            for tx in T.thread_binding(tile.warps * WARP, thread="threadIdx.x"):
                 with T.sblock("row"):
                     row = T.axis.spatial(rows, bx)
-                    thread = T.axis.spatial(tile.threads, tx)
-                    held = T.sblock_alloc_buffer((tile.turns * vector,), "float32", scope="local")
-                    # A row that asks for nothing goes through row 0, so that all threads meet.
-                    normalize(held, x, T.max(logit_rows[row], 0), weight, thread)
-                    for turn in T.unroll(tile.turns):
-                        if tile.first(turn, thread) < size:
-                            normed[row, span(tile.first(turn, thread), vector)] = T.if_then_else(
-                                logit_rows[row] >= 0,
-                                held[span(turn * vector, vector)],
-                                splat(T.float32(0), vector),
-                            )
+                    thread = T.axis.spatial(tile.warps * WARP, tx)
+                    held = T.sblock_alloc_buffer((tile.held,), "float32", scope="local")
+                    inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                    largest = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                    if early:
+                        let_others_start()
+                    normed_row(
+                        (x, logit_rows),
+                        weight,
+                        held,
+                        inverse,
+                        largest,
+                        None,
+                        row,
+                        thread // WARP,
+                        thread % WARP,
+                    )
+                    store(held, inverse, logit_rows, normed, row, thread // WARP, thread % WARP)
 
     return func

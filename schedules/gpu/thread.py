@@ -1,4 +1,4 @@
-"""Words of the cuda templates: one thread's arithmetic, warps, and fixed-tree sums over a block.
+"""Words of the cuda templates: one thread's arithmetic, and what the lanes of a warp exchange.
 
 The helpers run while a template is parsed: each takes and returns expressions. Arithmetic that must
 give the same bits in every kernel is spelled out (`fma`, `mul`, `add`), so that no compiler decides
@@ -134,28 +134,11 @@ def warp_max(values, i):
         values[i] = T.max(values[i], across(values[i], T.shift_right(16, level)))
 
 
-@T.macro
-def block_sum(values, shared, warps, thread):
-    """Every thread gets the block's sum of values[0]: butterflies in the warps, then warp by warp.
-
-    `shared` has one element a warp, used for nothing else.
-    """
-    warp_sum(values, 0, 32)
-    if thread % 32 == 0:
-        shared[thread // 32] = values[0]
-    T.tvm_storage_sync("shared")
-    values[0] = shared[0]
-    for warp in T.unroll(warps - 1):
-        values[0] = values[0] + shared[warp + 1]
+def integer_max(value):
+    """The warp's largest int32 `value`, in every lane."""
+    return T.call_pure_extern("int32", "__reduce_max_sync", T.uint32(_EVERY_LANE), value)
 
 
-@T.macro
-def block_max(values, shared, warps, thread):
-    """Every thread gets the block's largest values[0]; `shared` as in `block_sum`."""
-    warp_max(values, 0)
-    if thread % 32 == 0:
-        shared[thread // 32] = values[0]
-    T.tvm_storage_sync("shared")
-    values[0] = shared[0]
-    for warp in T.unroll(warps - 1):
-        values[0] = T.max(values[0], shared[warp + 1])
+def integer_sum(value):
+    """The warp's sum of int32 `value`, in every lane."""
+    return T.call_pure_extern("int32", "__reduce_add_sync", T.uint32(_EVERY_LANE), value)

@@ -1,0 +1,173 @@
+"""Operations that are two or three of `ops` in one: a linear that quantises its own input.
+
+`bitmtp_tvm/fuse.py` puts them in place of their parts, and they give the same bits. Each block of
+such a linear does the work of the part in front once more, so it is for steps of a few rows.
+"""
+
+from collections.abc import Sequence
+
+from tvm import te, tirx
+from tvm.script import tirx as T
+
+from relax_models.formats import FORMATS
+from relax_models.ops import (
+    any_width,
+    gated,
+    low_bit_dots,
+    quantized,
+    rms_norm,
+    stamp,
+    stamped,
+    turned_high,
+    turned_low,
+    with_residual,
+)
+
+
+def norm_low_bit_linear(
+    segments: Sequence[int],
+    size: int,
+    kind: str,
+    format_name: str,
+    residual: bool,
+    eps: float,
+    activation: str = "",
+) -> tirx.PrimFunc:
+    """`ops.low_bit_linear` of `ops.norm_quantize`.
+
+    x `(width, size)` float32, norm `(size,)` float32, then weight, weight_scale and residual as
+    `ops.low_bit_linear` takes them -> y `(width, sum(segments))` float32. With an `activation`
+    ("relu2", "silu") the two segments are a gate and as many rows up, and y is
+    activation(gate) · up, `(width, segments[0])`.
+    """
+    x = te.placeholder((any_width(), size), "float32", "x")
+    norm = te.placeholder((size,), "float32", "norm")
+    return _linear_of(
+        rms_norm(x, norm, eps),
+        [x, norm],
+        "norm_low_bit_linear",
+        (segments, kind, format_name, residual),
+        eps=eps,
+        activation=activation,
+    )
+
+
+def quantize_low_bit_linear(
+    segments: Sequence[int],
+    size: int,
+    kind: str,
+    format_name: str,
+    residual: bool,
+    activation: str = "",
+) -> tirx.PrimFunc:
+    """`ops.low_bit_linear` of `ops.quantize`: as `norm_low_bit_linear`, without a norm."""
+    x = te.placeholder((any_width(), size), "float32", "x")
+    return _linear_of(
+        x,
+        [x],
+        "quantize_low_bit_linear",
+        (segments, kind, format_name, residual),
+        activation=activation,
+    )
+
+
+def _linear_of(
+    x: te.Tensor,
+    inputs: Sequence[te.Tensor],
+    op: str,
+    linear: tuple[Sequence[int], str, str, bool],
+    activation: str,
+    **settings,
+) -> tirx.PrimFunc:
+    """A linear (segments, kind, format, residual) of `x` `(width, size)`, made of `inputs`."""
+    segments, kind, format_name, residual = linear
+    size = int(x.shape[1])
+    parts = quantized(x, FORMATS[format_name].group or 0)
+    weights, dot = low_bit_dots(*parts, segments, size, kind, format_name)
+    if activation:
+        dot = gated(dot, segments[0], activation)
+    added, y = with_residual(dot, residual)
+    return stamped(
+        [*inputs, *weights, *added, y],
+        op,
+        format=format_name,
+        segments=list(segments),
+        residual=residual,
+        size=size,
+        activation=activation,
+        **settings,
+    )
+
+
+def norm_rope_kv_write(
+    num_heads: int, num_kv_heads: int, head_dim: int, positions: int, slots: int, eps: float
+) -> tirx.PrimFunc:
+    """`ops.rope_kv_write` of `ops.qk_norm`.
+
+    qkv, q_norm and k_norm as `ops.qk_norm` takes them, then what `ops.rope_kv_write` takes behind
+    its first; the results are those of the latter.
+    """
+    half, heads = head_dim // 2, num_heads + 2 * num_kv_heads
+    first_v = num_heads + num_kv_heads
+
+    def normed(qkv, square, q_norm, k_norm, i, h, d):
+        mean = square[i, T.min(h, first_v - 1)] / T.float32(head_dim)
+        weight = T.if_then_else(h < num_heads, q_norm[d], k_norm[d])
+        value = qkv[i, h * head_dim + d] / T.sqrt(mean + T.float32(eps)) * weight
+        return T.if_then_else(h < first_v, value, qkv[i, h * head_dim + d])
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        qkv_: T.handle,
+        q_norm: T.Buffer((head_dim,), "float32"),
+        k_norm: T.Buffer((head_dim,), "float32"),
+        position_: T.handle,
+        boundary: T.Buffer((1,), "int32"),
+        table: T.Buffer((positions, half, 2), "float32"),
+        cache: T.Buffer((2, num_kv_heads, slots, head_dim), "float16"),
+        q_: T.handle,
+    ):
+        width = T.int64()
+        qkv = T.match_buffer(qkv_, (width, heads * head_dim), "float32")
+        position = T.match_buffer(position_, (width,), "int32")
+        q = T.match_buffer(q_, (width, num_heads, head_dim), "float32")
+        square = T.sblock_alloc_buffer((width, first_v), "float32")
+        x = T.sblock_alloc_buffer((width, heads * head_dim), "float32")
+        for i, h, d in T.grid(width, first_v, head_dim):
+            with T.sblock("square"):
+                vi, vh, vd = T.axis.remap("SSR", [i, h, d])
+                with T.init():
+                    square[vi, vh] = T.float32(0)
+                square[vi, vh] = square[vi, vh] + (
+                    qkv[vi, vh * head_dim + vd] * qkv[vi, vh * head_dim + vd]
+                )
+        for i, h, d in T.grid(width, heads, head_dim):
+            with T.sblock("normed"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                x[vi, vh * head_dim + vd] = normed(qkv, square, q_norm, k_norm, vi, vh, vd)
+        for i, h, d in T.grid(width, num_heads, half):
+            with T.sblock("rotate_q"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                q[vi, vh, vd] = turned_low(x, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, half + vd] = turned_high(
+                    x, table, vi, vh * head_dim + vd, position[vi], vd
+                )
+        for i, h, d in T.grid(width, num_kv_heads, half):
+            with T.sblock("rotate_k"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[0, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16",
+                    turned_low(x, table, vi, (num_heads + vh) * head_dim + vd, position[vi], vd),
+                )
+                cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
+                    "float16",
+                    turned_high(x, table, vi, (num_heads + vh) * head_dim + vd, position[vi], vd),
+                )
+        for i, h, d in T.grid(width, num_kv_heads, head_dim):
+            with T.sblock("write_v"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[1, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16", x[vi, (first_v + vh) * head_dim + vd]
+                )
+
+    return stamp(func, "norm_rope_kv_write", eps=eps)

@@ -1,0 +1,218 @@
+"""Which kernels become one, which stay, and that a fused one means what its parts mean."""
+
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import cpu_kernels
+import numpy as np
+import pytest
+from test_bitmtp_tvm_specialize import TINY
+from tvm import relax, tirx
+
+from bitmtp_tvm import fuse as fuse_pass
+from bitmtp_tvm import pipeline, reference
+from bitmtp_tvm.fuse import fuse
+from bitmtp_tvm.specialize import Bucket, bind_dims, specialize
+from bitmtp_tvm.targets import get_target, tvm_target
+from relax_models import fused_ops
+from relax_models.bitnet import BitNet
+from relax_models.bonsai import Bonsai
+from relax_models.formats import pack, pack_scales, padded_k
+from relax_models.layers import Storage
+from schedules.workload import read
+
+EPS = 1e-5
+H200 = tvm_target(get_target("h200"))
+ORIN = tvm_target(get_target("orin"))
+BITNET = replace(TINY, intermediate_size=32)
+QWEN3 = replace(
+    TINY,
+    architecture="qwen3",
+    vocab_size=600,
+    hidden_size=128,
+    intermediate_size=128,
+    num_attention_heads=4,
+    head_dim=32,
+    hidden_act="silu",
+    weight_format="ternary-g128",
+)
+MODELS = {"bitnet": (BitNet, BITNET), "qwen3": (Bonsai, QWEN3), "ragged": (BitNet, TINY)}
+
+
+@cache
+def exported(name):
+    model, config = MODELS[name]
+    return model(config, Storage("cuda", 48, 32, shared_attention=True)).export()[0]
+
+
+def step(name, width):
+    """A step of two layers, of so many rows, as it is specialised."""
+    return specialize(exported(name), [Bucket("decode", width)])
+
+
+def ops_of(mod):
+    """How often a module's one function calls each operation of a layer."""
+    ((_, func),) = [(v, f) for v, f in mod.functions_items() if isinstance(f, relax.Function)]
+    found = Counter()
+
+    def visit(node):
+        if isinstance(node, relax.Call) and getattr(node.op, "name", "").startswith("relax.call"):
+            found[read(mod[node.args[0]]).op] += 1
+
+    relax.analysis.post_order_visit(func, visit)
+    for once in ("embed", "low_bit_embed", "final_norm", "head", "greedy"):
+        del found[once]
+    return found
+
+
+def of_layers(**ops):
+    """A layer's operations and those of attention, twice."""
+    layer = Counter(attention_parts=1, attention_join=1, **ops)
+    return layer + layer
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_bitnet_layer_of_a_narrow_step_has_seven_kernels_of_eleven(width):
+    mod = step("bitnet", width)
+    assert ops_of(mod).total() == 2 * 11
+    assert ops_of(fuse(mod, H200)) == of_layers(norm_low_bit_linear=4, rope_kv_write=1)
+
+
+@pytest.mark.parametrize("width", [1, 2])
+def test_a_qwen3_layer_of_a_narrow_step_has_seven_kernels_of_twelve(width):
+    mod = step("qwen3", width)
+    # And what quantises the input of the head, and the head.
+    assert ops_of(mod).total() == 2 * 12 + 2
+    linears = {"norm_low_bit_linear": 2, "quantize_low_bit_linear": 2}
+    want = of_layers(norm_rope_kv_write=1, **linears)
+    assert ops_of(fuse(mod, H200)) == want + Counter(quantize_low_bit_linear=1)
+
+
+def test_wide_steps_keep_their_linears():
+    mod = step("bitnet", 8)
+    assert ops_of(fuse(mod, H200)) == ops_of(mod)
+    before, after = ops_of(step("qwen3", 8)), ops_of(fuse(step("qwen3", 8), H200))
+    # The norm of the heads goes into their rotation at any width.
+    assert before - after == Counter(qk_norm=2, rope_kv_write=2)
+    assert after - before == Counter(norm_rope_kv_write=2)
+
+
+def test_where_launches_do_not_overlap_more_rows_are_fused():
+    for target, width, fused in ((H200, 4, 0), (ORIN, 4, 8), (ORIN, 5, 0)):
+        found = ops_of(fuse(step("bitnet", width), target))
+        assert found["norm_low_bit_linear"] == fused
+
+
+def test_a_gate_that_ends_within_a_tile_keeps_its_activation():
+    """The linear's tiles of 16 rows would hold rows of the gate and of up."""
+    found = ops_of(fuse(step("ragged", 1), H200))
+    assert found["gated_norm_quantize"] == 2
+    assert found["norm_low_bit_linear"] == 2 * 3 and found["low_bit_linear"] == 2
+
+
+@pytest.mark.parametrize(("most", "fused"), [(600, 5), (599, 4)])
+def test_the_head_of_a_large_vocabulary_quantises_its_input_once(monkeypatch, most, fused):
+    monkeypatch.setattr(fuse_pass, "MOST_ROWS", most)
+    assert ops_of(fuse(step("qwen3", 1), H200))["quantize_low_bit_linear"] == fused
+
+
+class TwiceRead(fuse_pass.PyExprMutator):
+    """Makes the second layer's qkv read what the first one's does."""
+
+    def visit_call_(self, call):
+        rebuilt = super().visit_call_(call)
+        if not getattr(call.op, "name", "").startswith("relax.call_tir"):
+            return rebuilt
+        arguments = list(rebuilt.args[1].fields)
+        if not any(getattr(a, "name", "").endswith(".qkv.weight") for a in arguments):
+            return rebuilt
+        self.first = getattr(self, "first", arguments[:3])
+        fields = relax.Tuple([*self.first, *arguments[3:]])
+        return relax.Call(call.op, [call.args[0], fields], call.attrs, call.ty_args)
+
+
+def test_what_two_linears_read_is_quantised_once():
+    mod = step("bitnet", 1)
+    visitor = relax.expr_functor.mutator(TwiceRead)(mod)
+    mod.update_func(mod.get_global_var("decode_w1"), visitor.visit_expr(mod["decode_w1"]))
+    found = ops_of(fuse(mod, H200))
+    assert found["norm_quantize"] == 1 and found["low_bit_linear"] == 2
+    assert found["norm_low_bit_linear"] == 6
+
+
+def test_other_targets_keep_their_kernels():
+    mod = step("bitnet", 1)
+    assert fuse(mod, tvm_target(get_target("cpu"))) is mod
+
+
+@pytest.mark.parametrize("name", ["bitnet", "qwen3"])
+def test_equal_fused_kernels_are_shared_and_the_pipeline_lowers_them(name):
+    wanted = [Bucket(entry, 1) for entry in ("step", "decode", "prefill")]
+    lowered = pipeline.lower(exported(name), wanted, H200)
+    fused = [k for k in lowered.kernels if k.op.endswith("_low_bit_linear")]
+    # Those of o and down are equal in the second, and its head is one of them.
+    assert len({k.name for k in fused}) == len(fused) == 4
+    for kernel in fused:
+        assert kernel.width == 1 and kernel.name.endswith("_w1")
+        assert kernel.format == MODELS[name][1].weight_format
+    kept = {v.name_hint for v, f in lowered.mod.functions.items() if isinstance(f, tirx.PrimFunc)}
+    assert {k.name for k in lowered.kernels} <= kept
+
+
+def random_linear(rng, form, segments, size):
+    rows = sum(segments)
+    codes = rng.integers(0, 3, (rows, size)).astype(np.uint8)
+    if form == "bitnet-ternary":
+        scales = rng.uniform(0.5, 2, len(segments)).astype(np.float32)
+        return codes, scales, [pack(codes, "cuda"), scales]
+    scales = rng.uniform(0.5, 2, (rows, padded_k(size) // 128)).astype(np.float16)
+    return codes, scales, [pack(codes, "cuda", 2), pack_scales(scales, "cuda", 2)]
+
+
+@pytest.mark.parametrize("activation", ["", "silu", "relu2"])
+@pytest.mark.parametrize("form", ["bitnet-ternary", "ternary-g128"])
+def test_a_fused_linear_means_a_norm_a_quantisation_and_a_linear(rng, form, activation):
+    segments, size, width = (16, 16), 200, 3
+    codes, scales, weights = random_linear(rng, form, segments, size)
+    x = rng.normal(size=(width, size)).astype(np.float32)
+    norm = rng.uniform(0.5, 2, size).astype(np.float32)
+    func = fused_ops.norm_low_bit_linear(segments, size, "cuda", form, False, EPS, activation)
+    columns = 16 if activation else 32
+    got = cpu_kernels.run(
+        bind_dims(func, {"width": width}),
+        [x, norm, *weights, np.zeros((width, columns), np.float32)],
+    )[-1]
+    normed = reference.rms_norm(x, norm, EPS)
+    if form == "bitnet-ternary":
+        want = reference.low_bit_linear(*reference.quantize(normed), codes, scales, segments)
+    else:
+        want = reference.group_linear(*reference.quantize_groups(normed), codes, scales, 2)
+    if activation:
+        want = reference.gated(want[:, :16], want[:, 16:], activation)
+    # A code may round the other way.
+    np.testing.assert_allclose(got, want, rtol=0.02, atol=0.02 * np.abs(want).max())
+
+
+def test_a_fused_rotation_means_a_norm_and_a_rotation(rng):
+    heads, kv_heads, head_dim, width = 4, 2, 8, 3
+    qkv = rng.normal(size=(width, (heads + 2 * kv_heads) * head_dim)).astype(np.float32)
+    norms = list(rng.uniform(0.5, 2, (2, head_dim)).astype(np.float32))
+    position = rng.integers(0, 20, width).astype(np.int32)
+    table = rng.normal(size=(20, head_dim // 2, 2)).astype(np.float32)
+    cache = rng.normal(size=(2, kv_heads, 12, head_dim)).astype(np.float16)
+    func = fused_ops.norm_rope_kv_write(heads, kv_heads, head_dim, 20, 12, EPS)
+    rest = [position, np.array([5], np.int32), table, cache]
+    *_, written, q = cpu_kernels.run(
+        bind_dims(func, {"width": width}),
+        [qkv, *norms, *rest, np.zeros((width, heads, head_dim), np.float32)],
+    )
+    rows = reference.qk_norm(qkv, *norms, heads, EPS).reshape(width, -1, head_dim)
+    np.testing.assert_allclose(q, reference.rope(rows[:, :heads], position, table), rtol=1e-4)
+    keys = reference.rope(rows[:, heads : heads + kv_heads], position, table)
+    np.testing.assert_allclose(
+        written[0, :, 5 : 5 + width], keys.transpose(1, 0, 2), rtol=2e-3, atol=2e-3
+    )
+    values = rows[:, heads + kv_heads :].transpose(1, 0, 2)
+    np.testing.assert_allclose(written[1, :, 5 : 5 + width], values, rtol=2e-3, atol=2e-3)
+    assert np.array_equal(written[:, :, :5], cache[:, :, :5])

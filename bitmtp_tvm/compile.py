@@ -29,6 +29,8 @@ from relax_models.quantizers import QUANTIZERS
 from relax_models.state import MOST_ROWS
 
 if TYPE_CHECKING:
+    from tvm import IRModule
+
     from bitmtp_tvm.checkpoint import Checkpoint
     from bitmtp_tvm.pipeline import Lowered
 
@@ -249,6 +251,13 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
     from bitmtp_tvm.pipeline import lower
     from bitmtp_tvm.specialize import buckets
     from bitmtp_tvm.targets import tvm_target
+
+    wanted = buckets(plan.target.widths, plan.target.prefill)
+    return lower(symbolic_module(plan), wanted, tvm_target(plan.target), options.dump, say)
+
+
+def symbolic_module(plan: Plan) -> "IRModule":
+    """The model as `relax_models` defines it, its width symbolic."""
     from relax_models.layers import Storage
     from relax_models.models import MODELS
 
@@ -256,8 +265,7 @@ def lower_model(plan: Plan, options: CompileOptions, say: Callable[[str], None])
     on_gpu = plan.target.kind == "cuda"
     storage = Storage(plan.target.kind, plan.slots, plan.context, shared_attention=on_gpu)
     mod, _ = MODELS[config.architecture](config, storage).export()
-    wanted = buckets(plan.target.widths, plan.target.prefill)
-    return lower(mod, wanted, tvm_target(plan.target), options.dump, say)
+    return mod
 
 
 def make_manifest(plan: Plan, lowered: "Lowered", shards: tuple[Shard, ...]) -> Manifest:

@@ -145,25 +145,26 @@ class Manifest:
         version = data.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"format version {version} instead of {FORMAT_VERSION}")
-        manifest: Manifest = _decode(cls, data, "manifest")
+        manifest: Manifest = decode(cls, data, "manifest")
         return manifest
 
 
-def _decode(kind: Any, value: Any, where: str) -> Any:
-    """Rebuild a value of the type `kind` from parsed JSON."""
+def decode(kind: Any, value: Any, where: str) -> Any:
+    """Rebuild a value of the type `kind` from parsed JSON; `ValueError` names a field that does not
+    fit, `where` what is being read."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if is_dataclass(kind):
         return _decode_fields(kind, value, where)
     if origin in (UnionType, typing.Union):
         if value is None and type(None) in arguments:
             return None
-        return _decode(arguments[0], value, where)
+        return decode(arguments[0], value, where)
     if origin is tuple:
         _expect(isinstance(value, list), where)
-        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+        return tuple(decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
     if origin is dict:
         _expect(isinstance(value, dict), where)
-        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
+        return {key: decode(arguments[1], item, f"{where}.{key}") for key, item in value.items()}
     # bool is an int to isinstance, and never what is meant.
     _expect(kind is Any or type(value) is kind, where)
     return value
@@ -176,7 +177,7 @@ def _decode_fields(kind: Any, value: Any, where: str) -> Any:
         odd = sorted(set(value) ^ names)
         raise ValueError(f"missing or unknown field {where}.{odd[0]}")
     hints = typing.get_type_hints(kind)
-    return kind(**{n: _decode(hints[n], value[n], f"{where}.{n}") for n in sorted(names)})
+    return kind(**{n: decode(hints[n], value[n], f"{where}.{n}") for n in sorted(names)})
 
 
 def _expect(condition: bool, where: str) -> None:

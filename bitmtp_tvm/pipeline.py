@@ -54,6 +54,16 @@ def lower(
     return result
 
 
+def before_schedule(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:
+    """The model's symbolic module as the pass `schedule` gets it."""
+    for name, step in _passes(Lowered(mod), wanted, target):
+        if name == "schedule":
+            break
+        with target:
+            mod = step(mod)
+    return mod
+
+
 def _passes(result: Lowered, wanted: Sequence[Bucket], target: TVMTarget) -> list[tuple[str, Pass]]:
     return [
         ("specialize", lambda mod: specialize(mod, wanted)),

@@ -15,7 +15,7 @@ from qwen3_checkpoint import TIED, UNTIED, load_qwen3, logits_of, write_qwen3
 from bitmtp_tvm.artifact import open_artifact
 from bitmtp_tvm.checkpoint import open_checkpoint
 from bitmtp_tvm.compile import CompileOptions, compile_model
-from bitmtp_tvm.reference import ReferenceModel
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.session import Session, chunk_width
 from relax_models.formats import FORMATS
 

@@ -1,7 +1,7 @@
-"""The numpy twin of everything that is compiled: each operation, and the whole forward pass."""
+"""The numpy twin of everything that is compiled: each operation here, the whole forward pass in
+`model`, which needs a checkpoint."""
 
 from bitmtp_tvm.reference.choose import choose, philox4x32, softmax_parts
-from bitmtp_tvm.reference.model import KVCache, ReferenceModel
 from bitmtp_tvm.reference.ops import (
     attention,
     dequantize,
@@ -24,8 +24,6 @@ from bitmtp_tvm.reference.ops import (
 )
 
 __all__ = [
-    "KVCache",
-    "ReferenceModel",
     "attention",
     "choose",
     "dequantize",

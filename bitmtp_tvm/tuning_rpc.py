@@ -4,7 +4,6 @@ The board needs TVM's runtime and its RPC server alone. A kernel is timed by its
 evaluator, which empties the caches between two runs: there is no chain of kernels.
 """
 
-import contextlib
 import datetime
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,8 @@ class RpcWorker:
         except BitMTPError:
             raise
         except Exception as fault:
-            # The server starts a new process for every session, so a new one begins afresh.
+            # The server has a process for every session, so a new one begins afresh. Where the
+            # process was killed the server gives up too: then the next question says so.
             self.close()
             return {"status": CRASHED, "fault": " ".join(str(fault).split())[-300:]}
 
@@ -135,8 +135,9 @@ def connect(tracker: tuple[str, int], key: str) -> Any:
         raise BitMTPError(f"RPC needs more packages ({fault}): {INSTALL}") from fault
     host, port = tracker
     try:
-        with contextlib.redirect_stderr(None):
-            found = rpc.connect_tracker(host, port)
+        found = rpc.connect_tracker(host, port)
+        # It waits for a free device, and for ever where there is none.
+        found._sock.settimeout(REQUEST_SECONDS)
         return found.request(key, session_timeout=SESSION_SECONDS, max_retry=1)
     except Exception as fault:
         raise BitMTPError(

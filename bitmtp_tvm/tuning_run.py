@@ -1,4 +1,4 @@
-"""What `python -m bitmtp_tvm.tune` does: build, measure, merge, predict, or a card's whole tuning."""
+"""What `python -m bitmtp_tvm.tune` does: build, measure, merge, predict, or all of a tuning."""
 
 import importlib
 import importlib.util
@@ -54,13 +54,9 @@ def find(options: "TuneOptions") -> "Model":
 def build(options: "TuneOptions", directory: Path) -> TuningPlan:
     """Build the candidates of a model into `directory`, with the plan of what they are."""
     check_own(directory, options.resume)
-    model = find(options)
-    if not model.found:
-        raise UsageError(
-            f"no kernel of {model.plan.checkpoint.name} has templates on {options.target}: there "
-            "is nothing to build"
-        )
-    return build_model(options, model, directory)
+    if get_target(str(options.target)).kind != "cuda":
+        raise UsageError(f"no kernel has templates on {options.target}: there is nothing to build")
+    return build_model(options, find(options), directory)
 
 
 def build_model(options: "TuneOptions", model: "Model", directory: Path) -> TuningPlan:

@@ -152,7 +152,7 @@ def moved_bytes(
     for tensor, lasting in arguments:
         size = math.prod(map(int, tensor.shape)) * np.dtype(str(tensor.dtype)).itemsize
         if lasting.endswith(CACHE):
-            size = size * fill // manifest.slots if op.startswith("attention") else 0
+            size = size * fill // manifest.kv.shape[2] if op.startswith("attention") else 0
         elif lasting and (op.endswith("embed") or op == "rope_kv_write"):
             size = 0
         total += size

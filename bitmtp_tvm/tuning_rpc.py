@@ -5,6 +5,7 @@ evaluator, which empties the caches between two runs: there is no chain of kerne
 """
 
 import datetime
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,8 @@ def connect(tracker: tuple[str, int], key: str) -> Any:
         raise BitMTPError(f"RPC needs more packages ({fault}): {INSTALL}") from fault
     host, port = tracker
     try:
+        # TVM tries for a minute: whether anybody is there is known at once.
+        socket.create_connection(tracker, REQUEST_SECONDS).close()
         found = rpc.connect_tracker(host, port)
         # It waits for a free device, and for ever where there is none.
         found._sock.settimeout(REQUEST_SECONDS)

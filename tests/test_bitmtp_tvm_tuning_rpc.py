@@ -1,7 +1,7 @@
 """Measuring on a board: a tracker and a server on this machine stand for the desk and the board."""
 
 import pytest
-from tuning_folder import ABORTS, EQUAL, RULE, WRONG, task, write_folder
+from tuning_folder import ABORTS, EQUAL, RULE, WRONG, plan, task, write_folder
 
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.tune import main
@@ -25,6 +25,7 @@ def tracker():
     found.terminate()
 
 
+@pytest.mark.slow
 def test_kernels_are_sent_checked_and_timed_over_rpc(tracker, tmp_path, capsys, monkeypatch):
     write_folder(tmp_path, task("two", 2, functions=(RULE, WRONG, EQUAL, ABORTS)))
     arguments = ["--measure", str(tmp_path), "--rpc", "{}:{}".format(*tracker), "--key", KEY]
@@ -42,8 +43,7 @@ def test_kernels_are_sent_checked_and_timed_over_rpc(tracker, tmp_path, capsys, 
 
 
 def test_a_board_that_nobody_knows_is_named(tmp_path):
-    found = write_folder(tmp_path, task("two", 2, functions=(RULE,)))
-    worker = RpcWorker(found, tmp_path, ("127.0.0.1", 9), KEY)
+    worker = RpcWorker(plan(task("two", 2, functions=(RULE,))), tmp_path, ("127.0.0.1", 9), KEY)
     with pytest.raises(BitMTPError, match=r"no device board behind the RPC tracker 127\.0\.0\.1:9"):
         worker.ask({"do": "device"})
 

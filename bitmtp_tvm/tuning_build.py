@@ -81,7 +81,12 @@ def build_all(
         return found
 
     with ThreadPoolExecutor(jobs) as pool:
-        built = [item for found in pool.map(one, batches) for item in found]
+        try:
+            built = [item for found in pool.map(one, batches) for item in found]
+        except BaseException:
+            # What has not begun never will.
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     for item in built:
         if item.wanted.rule and item.candidate is None:
             raise BitMTPError(f"the rule's kernel of {item.wanted.task.name} {item.fault}")

@@ -14,19 +14,24 @@ from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.modes import LAYOUTS
 
-STEPS_ONLY = ("fill", "plot")
-MODES_ONLY = ("prompts", "max_new_tokens", "block_sizes", "layouts")
+# What can be measured, and the options that go with each.
+PARTS = {
+    "steps": ("fill", "plot"),
+    "kernels": ("fill",),
+    "modes": ("prompts", "max_new_tokens", "block_sizes", "layouts"),
+}
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """One run of the command, of exactly one of `steps` and `modes`; None is a default.
+    """One run of the command, of exactly one of PARTS; None is a default.
 
     `command` is the command line, for the record.
     """
 
     artifact: Path
     steps: bool = False
+    kernels: bool = False
     modes: bool = False
     fill: int | None = None
     plot: Path | None = None
@@ -63,6 +68,11 @@ def _parser() -> argparse.ArgumentParser:
         help="time a step of every bucket, and keep the times beside the model for layout auto",
     )
     what.add_argument(
+        "--kernels",
+        action="store_true",
+        help="time every kernel by itself, beside the speed at which memory is read",
+    )
+    what.add_argument(
         "--modes",
         action="store_true",
         help="decode prompts in every mode, and compare tokens per forward and per second",
@@ -71,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-graph", dest="graph", action="store_false", help="launch kernels without CUDA graphs"
     )
     parser.add_argument("--verbose", action="store_true", help="show tracebacks")
-    _add_steps(parser.add_argument_group("with --steps"))
+    _add_steps(parser.add_argument_group("with --steps, --fill with --kernels too"))
     _add_modes(parser.add_argument_group("with --modes"))
     return parser
 
@@ -127,17 +137,20 @@ def layout_name(text: str) -> str:
 
 def bench(options: BenchOptions) -> None:
     """Measure and print; the last line is one JSON object."""
-    if options.steps == options.modes:
-        raise UsageError("one thing at a time: give either --steps or --modes")
-    for name in MODES_ONLY if options.steps else STEPS_ONLY:
-        if getattr(options, name) is not None:
-            flag, other = f"--{name.replace('_', '-')}", "--modes" if options.steps else "--steps"
-            raise UsageError(f"{flag} goes with {other}")
+    (part, *others) = [name for name in PARTS if getattr(options, name)] or [""]
+    if others or not part:
+        raise UsageError("one thing at a time: give --steps, --kernels or --modes")
+    for name in dict.fromkeys(name for names in PARTS.values() for name in names):
+        if getattr(options, name) is not None and name not in PARTS[part]:
+            goes = " and ".join(f"--{other}" for other, names in PARTS.items() if name in names)
+            raise UsageError(f"--{name.replace('_', '-')} goes with {goes}")
     # Here and not above: what these load takes longer than to read a command line.
+    from bitmtp_tvm.bench_kernels import report_kernels
     from bitmtp_tvm.bench_modes import report_modes
     from bitmtp_tvm.bench_steps import report_steps
 
-    report: dict[str, Any] = (report_steps if options.steps else report_modes)(options)
+    reports = {"steps": report_steps, "kernels": report_kernels, "modes": report_modes}
+    report: dict[str, Any] = reports[part](options)
     print(json.dumps(report, sort_keys=True), flush=True)
 
 

@@ -58,6 +58,25 @@ def lower(
     return result
 
 
+def before_schedule(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:
+    """The model's symbolic module as the pass `schedule` gets it."""
+    for name, step in _passes(Lowered(mod), wanted, target, Tuned()):
+        if name == "schedule":
+            break
+        with target:
+            mod = step(mod)
+    return mod
+
+
+def unscheduled(
+    mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget
+) -> dict[str, tirx.PrimFunc]:
+    """The kernels of a model's symbolic module by name, at static shapes, before any schedule: what
+    there is to tune."""
+    functions = before_schedule(mod, wanted, target).functions_items()
+    return {var.name_hint: func for var, func in functions if isinstance(func, tirx.PrimFunc)}
+
+
 def _passes(
     result: Lowered, wanted: Sequence[Bucket], target: TVMTarget, tuned: Tuned
 ) -> list[tuple[str, Pass]]:
@@ -98,17 +117,6 @@ def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> 
     """Add what runs several steps in one call: chunks, or what becomes CUDA graphs."""
     steps = [bucket.name for bucket in wanted if bucket.entry == "step"]
     return mark_graphs(mod, steps) if target.kind.name == "cuda" else add_chunks(mod, steps)
-
-
-def unscheduled(
-    mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget
-) -> dict[str, tirx.PrimFunc]:
-    """The kernels of a model's symbolic module by name, at static shapes, before any schedule: what
-    there is to tune."""
-    with target:
-        mod = _decode_loop(specialize(mod, wanted), wanted, target)
-    found = {var.name_hint: func for var, func in mod.functions_items()}
-    return {name: func for name, func in found.items() if isinstance(func, tirx.PrimFunc)}
 
 
 def _schedule(

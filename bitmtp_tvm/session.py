@@ -19,6 +19,9 @@ from relax_models.state import RING, RING_ROWS, STATE_WORDS
 # Called with the phase in words, the bytes done and the total.
 Progress = Callable[[str, int, int], None]
 
+# Called with a kernel's name, the kernel, and its arguments with the names of those that last.
+Seen = Callable[[str, Any, list[tuple[Any, str]]], None]
+
 INPUTS = ("tokens", "position", "boundary", "visible", "logit_rows", "horizon")
 CACHE = "_kv_cache"
 VISIBLE_WORDS = 2
@@ -66,7 +69,8 @@ class Session:
         self._tvm = tvm
         self._device = tvm.cuda(0) if manifest.kind == "cuda" else tvm.cpu(0)
         self.device = manifest.arch or "cpu"
-        self._machine = VirtualMachine(library, self._device)
+        self._new_machine = lambda: VirtualMachine(library, self._device)
+        self._machine = self._new_machine()
         self._parameters = dict(self._load(artifact, progress))
         self._parameters.update(self._storage())
         chunks = sorted({*manifest.widths, *manifest.prefill})
@@ -127,8 +131,9 @@ class Session:
         inputs = self._inputs(width)
         return Step(width, inputs, self._bound(f"{entry}_w{width}", inputs))
 
-    def _bound(self, name: str, inputs: dict[str, Any]) -> Callable[[], Any]:
+    def _bound(self, name: str, inputs: dict[str, Any], machine: Any = None) -> Callable[[], Any]:
         """The function `name` with all its arguments; they keep their addresses from here on."""
+        machine = machine or self._machine
         arguments = []
         for parameter in self._parameter_names(name):
             found = [group.get(parameter) for group in (inputs, self._loop, self._parameters)]
@@ -136,8 +141,8 @@ class Session:
             if argument is None:
                 raise BitMTPError(f"{name} needs {parameter}, which the artifact does not hold")
             arguments.append(argument)
-        self._machine.save_function(name, f"bound_{name}", *arguments)
-        bound: Callable[[], Any] = self._machine[f"bound_{name}"]
+        machine.save_function(name, f"bound_{name}", *arguments)
+        bound: Callable[[], Any] = machine[f"bound_{name}"]
         return bound
 
     def _parameter_names(self, function: str) -> list[str]:
@@ -239,6 +244,45 @@ class Session:
         """Bytes of the device's memory that went away since this session began to load."""
         self._device.sync()
         return self._free_before - _free_memory(self._manifest)
+
+    def observe(self, entry: str, width: int, start: int, seen: Seen) -> None:
+        """Run "step" or "prefill" of `width` rows once, kernel by kernel, and tell `seen` of each
+        kernel just before it runs: its name, the function, its arguments, and for each the name
+        under which it outlives the step, or "". A chunk of prefill stands at the slots from `start`
+        on; where a step does, the state says."""
+        inputs = self._prefill[width].inputs if entry == "prefill" else self._inputs(width)
+        if entry == "prefill":
+            position = np.minimum(np.arange(start, start + width), self.context - 1)
+            inputs["tokens"].copyfrom(np.zeros(width, np.int32))
+            inputs["position"].copyfrom(position.astype(np.int32))
+            inputs["boundary"].copyfrom(np.array([start], np.int32))
+        lasting = {tensor.data_ptr(): name for name, tensor in self._parameters.items()}
+        kernels = {kernel.name for kernel in self._manifest.kernels}
+
+        def instrument(func: Any, name: str, before: bool, result: Any, *arguments: Any) -> int:
+            if before and name in kernels:
+                seen(name, func, [(a, lasting.get(a.data_ptr(), "")) for a in arguments])
+            return 0
+
+        # Of its own: a machine that was observed cannot be made to forget its observer.
+        machine = self._new_machine()
+        machine.set_instrument(instrument)
+        self._bound(f"{entry}_w{width}", inputs, machine)()
+        self._device.sync()
+
+    @property
+    def manifest(self) -> Manifest:
+        """The artifact's."""
+        return self._manifest
+
+    @property
+    def device_handle(self) -> Any:
+        """TVM's name of the device."""
+        return self._device
+
+    def copy_of(self, tensor: Any) -> Any:
+        """Another tensor on the device with the same contents."""
+        return tensor.copyto(self._tvm.runtime.empty(tensor.shape, str(tensor.dtype), self._device))
 
     def _check_slots(self, start: int, rows: int) -> None:
         if start < 0 or start + rows > self.context:

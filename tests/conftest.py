@@ -11,6 +11,9 @@ def pytest_addoption(parser):
     )
     parser.addoption("--artifact", help="the demo compiled for the GPU at hand, for -m gpu")
     parser.addoption(
+        "--tuning", help="folder that `tune --build-only` made for the GPU at hand, for -m gpu"
+    )
+    parser.addoption(
         "--aarch64-root", help="folder that `python tests/aarch64_root.py` made, for -m slow"
     )
     parser.addoption("--qemu", help="user-mode emulator of aarch64 (default: the one on PATH)")

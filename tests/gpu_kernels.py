@@ -410,6 +410,10 @@ class Kernels:
         self._device = tvm.cuda(0)
         self._library = tvm.runtime.load_module(str(path))
 
+    def function(self, item: Kernel) -> Any:
+        """What launches a kernel on tensors of the device."""
+        return self._library[item.name]
+
     def run(self, item: Kernel, arguments: Sequence[np.ndarray]) -> list[np.ndarray]:
         """Call a kernel on copies of `arguments`; returns all of them afterwards."""
         tensors = [

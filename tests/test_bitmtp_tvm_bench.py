@@ -245,7 +245,7 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(steps, monkeypa
         (["--steps", "--max-new-tokens", "4"], "--max-new-tokens goes with --modes"),
         (["--steps", "--block-sizes", "4"], "--block-sizes goes with --modes"),
         (["--steps", "--layouts", "chain"], "--layouts goes with --modes"),
-        (["--modes", "--fill", "4"], "--fill goes with --steps"),
+        (["--modes", "--fill", "4"], "--fill goes with --steps and --kernels"),
         (["--modes", "--plot", "t.png"], "--plot goes with --steps"),
     ],
 )
@@ -257,7 +257,7 @@ def test_options_of_the_other_measurement_are_refused(arguments, message, capsys
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "one of the arguments --steps --modes is required"),
+        ([], "one of the arguments --steps --kernels --modes is required"),
         (["--steps", "--modes"], "not allowed with"),
         (["--steps", "--fill", "0"], "'0' is not a whole number of at least 1"),
         (["--modes", "--block-sizes", "4,x"], "'x' is not a whole number"),

@@ -21,7 +21,8 @@ from checkpoint_edits import edit_json, edit_tensors, read_all, refused
 
 from bitmtp_tvm.checkpoint import matrix_shapes, open_checkpoint
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.reference import ReferenceModel, low_bit_linear, quantize
+from bitmtp_tvm.reference import low_bit_linear, quantize
+from bitmtp_tvm.reference.model import ReferenceModel
 from relax_models.config import MTPConfig
 
 SINGLE = "model.safetensors"

@@ -13,7 +13,7 @@ from bitmtp_tvm.compile import CompileOptions, compile_model, main
 from bitmtp_tvm.cubin import find_cubins
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import embedded_manifest
-from bitmtp_tvm.reference import ReferenceModel
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.session import Session
 
 

@@ -12,7 +12,7 @@ from transformers import BitNetConfig, BitNetForCausalLM, Qwen3Config, Qwen3ForC
 
 from bitmtp_tvm.checkpoint import dense_shapes, matrix_shapes, open_checkpoint
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.reference import ReferenceModel
+from bitmtp_tvm.reference.model import ReferenceModel
 from relax_models.config import YarnConfig
 from relax_models.formats import bf16_bits, bf16_to_float32
 

@@ -12,7 +12,7 @@ from bitmtp_tvm.checkpoint import open_checkpoint
 from bitmtp_tvm.compile import CompileOptions, compile_model
 from bitmtp_tvm.engine import Engine
 from bitmtp_tvm.errors import BitMTPError
-from bitmtp_tvm.reference import ReferenceModel
+from bitmtp_tvm.reference.model import ReferenceModel
 
 MESSAGES = [{"role": "user", "content": "the quick"}]
 

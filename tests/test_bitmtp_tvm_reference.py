@@ -16,7 +16,6 @@ from tokenizers import Tokenizer
 
 from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
 from bitmtp_tvm.reference import (
-    ReferenceModel,
     attention,
     embed,
     gated_norm_quantize,
@@ -28,6 +27,7 @@ from bitmtp_tvm.reference import (
     rms_norm,
     rope,
 )
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.weights import pack_parameters, rope_table
 from relax_models.config import PRESETS
 from relax_models.formats import KINDS, bf16_bits

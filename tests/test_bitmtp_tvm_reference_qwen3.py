@@ -7,7 +7,6 @@ from qwen3_checkpoint import TIED, UNTIED, load_qwen3, logits_of, write_qwen3
 
 from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
 from bitmtp_tvm.reference import (
-    ReferenceModel,
     dequantize,
     gated_quantize,
     greedy,
@@ -18,6 +17,7 @@ from bitmtp_tvm.reference import (
     rms_norm,
     silu,
 )
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.weights import pack_parameters
 from relax_models.config import ModelConfig
 from relax_models.formats import KINDS

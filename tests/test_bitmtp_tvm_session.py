@@ -15,7 +15,7 @@ from qwen3_checkpoint import TIED, UNTIED, load_qwen3, logits_of, write_qwen3
 from bitmtp_tvm.artifact import open_artifact
 from bitmtp_tvm.checkpoint import open_checkpoint
 from bitmtp_tvm.compile import CompileOptions, compile_model
-from bitmtp_tvm.reference import ReferenceModel
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.session import Session, chunk_width
 from relax_models.formats import FORMATS
 
@@ -186,3 +186,26 @@ def test_chunk_widths():
         128,
     ]
     assert chunk_width(1, (4, 8)) == 4
+
+
+@pytest.mark.parametrize("entry", ["step", "prefill"])
+def test_kernels_are_observed_with_what_a_run_gives_them(case, entry):
+    session, width = case.session, 8
+    names, lasting = [], set()
+
+    def seen(name, function, arguments):
+        names.append(name)
+        lasting.update(label for _, label in arguments)
+        assert all(tensor.shape for tensor, _ in arguments) and callable(function)
+
+    before = session.decode([1], [0], 0, None, [0])
+    session.observe(entry, width, 0, seen)
+    layers = case.checkpoint.config.num_hidden_layers
+    assert sum(name.startswith("rope_kv_write") for name in names) == layers
+    assert {name.rpartition("_w")[2] for name in names} == {"8"}
+    assert {kernel.name for kernel in session.manifest.kernels} >= set(names)
+    assert {f"layers_{i}_kv_cache" for i in range(layers)} <= lasting
+    # The session itself is not observed.
+    count = len(names)
+    assert np.array_equal(session.decode([1], [0], 0, None, [0]), before)
+    assert len(names) == count

@@ -1,8 +1,8 @@
-"""The numpy twin of everything that is compiled: each operation, and the whole forward pass."""
+"""The numpy twin of everything that is compiled: each operation here, the whole forward pass in
+`model`, which needs a checkpoint."""
 
 from bitmtp_tvm.reference.choose import choose, philox4x32, softmax_parts
 from bitmtp_tvm.reference.head_bound import bounded_head, final_norm_codes
-from bitmtp_tvm.reference.model import KVCache, ReferenceModel
 from bitmtp_tvm.reference.ops import (
     attention,
     dequantize,
@@ -25,8 +25,6 @@ from bitmtp_tvm.reference.ops import (
 )
 
 __all__ = [
-    "KVCache",
-    "ReferenceModel",
     "attention",
     "bounded_head",
     "choose",

@@ -1,0 +1,264 @@
+"""The command: what it tunes, how it shares the trials, what it builds, what it refuses."""
+
+import subprocess
+import sys
+
+import pytest
+from bitnet_checkpoint import WIDE, write_checkpoint
+
+from bitmtp_tvm import nvrtc, tune, tuning_build, tuning_run
+from bitmtp_tvm.compile import CompileOptions
+from bitmtp_tvm.cubin import find_cubins
+from bitmtp_tvm.errors import BitMTPError, UsageError
+from bitmtp_tvm.records import Record, Records
+from bitmtp_tvm.targets import get_target
+from bitmtp_tvm.tune import main
+from bitmtp_tvm.tuning_build import Built, Wanted, build_all, with_built
+from bitmtp_tvm.tuning_inputs import OPERATIONS
+from bitmtp_tvm.tuning_plan import read_plan
+
+WIDTHS = (1, 4)
+LAYERS = WIDE["num_hidden_layers"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, WIDE)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint):
+    from bitmtp_tvm.toolchain import prepare_cuda
+
+    prepare_cuda()
+    from bitmtp_tvm.tuning_tasks import find_tasks
+
+    return find_tasks(CompileOptions("h200", checkpoint, widths=WIDTHS))
+
+
+def test_tasks_are_the_linears_of_a_step_in_its_order(model):
+    names = [found.task.name for found in model.found]
+    assert len(set(names)) == len(names) == 4 * (len(WIDTHS) + 1)
+    assert list(model.buckets) == ["step_w1", "step_w4", "prefill_w128"]
+    for width in WIDTHS:
+        sequence = model.buckets[f"step_w{width}"]
+        layer = sequence[:4]
+        assert sequence == layer * LAYERS and len(set(layer)) == 4
+        rows = [model.found[names.index(name)].task.key.n for name in layer]
+        assert rows == [(4 + 2 * 2) * 34, 136, 2 * 260, 136]
+    for found in model.found:
+        task = found.task
+        for bucket, count in task.counts.items():
+            assert model.buckets[bucket].count(task.name) == count
+        assert task.weight_bytes >= task.key.n * task.settings["size"] / 4
+        assert found.choices[0].arguments() == _ruled(found)
+    # The last chunk of prefill asks for no logits: its last layer ends behind the K/V write.
+    assert len(model.buckets["prefill_w128"]) == 4 * LAYERS - 3
+
+
+def _ruled(found):
+    from bitmtp_tvm.cards import card_of
+    from schedules.rule import TEMPLATES
+    from schedules.space import ruled
+
+    templates = TEMPLATES["cuda"][found.work.op]
+    return ruled(templates, found.work, card_of(get_target("h200"))).arguments()
+
+
+def test_every_operation_with_templates_has_inputs():
+    from schedules.rule import TEMPLATES
+
+    assert {op for ops in TEMPLATES.values() for op in ops} == set(OPERATIONS)
+
+
+@pytest.mark.parametrize("trials", [0, 5, 9, 40, 500])
+def test_trials_go_where_the_time_goes(trials):
+    from bitmtp_tvm.tuning_tasks import budgets
+
+    gains, available = [1.0, 8.0, 4.0, 2.0], [50, 100, 3, 1]
+    given = budgets(gains, available, trials)
+    assert all(1 <= count <= most for count, most in zip(given, available, strict=True))
+    assert sum(given) == max(4, min(trials, sum(available)))
+    if trials == 5:
+        assert given == [1, 2, 1, 1]
+    if trials == 40:
+        assert given[1] > 2 * given[0] and given[2:] == [3, 1]
+
+
+def test_what_was_measured_far_from_its_floor_gets_more(model, tmp_path):
+    from bitmtp_tvm.tuning_tasks import expected_gain
+
+    task = model.found[0].task
+    guess = expected_gain(task, 4800.0)
+    floor = task.floor(4800.0)
+    records = Records.read(tmp_path)
+    gains = []
+    for seconds in (1.2 * floor + 1e-8, 20e-6):
+        records.put([Record(task.key, "t", {}, seconds, "measured", "h200")])
+        gains.append(expected_gain(task, 4800.0, records))
+    assert gains[0] < guess < gains[1]
+
+
+def test_build_only_makes_a_folder_that_opens(model, tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "made"
+    monkeypatch.setattr(tuning_run, "find", lambda options: model)
+    arguments = ["--target", "h200", "--trials", "13", "--build-only", str(folder)]
+    assert main(arguments) == 0
+    assert "13 kernels of 12 tasks for h200" in capsys.readouterr().out
+    found = read_plan(folder, "h200")
+    candidates = [c for item in found.tasks for c in item.candidates]
+    assert sorted(len(item.candidates) for item in found.tasks) == [1] * 11 + [2]
+    assert found.arch == "sm_90a" and found.buckets == model.buckets
+    for library in {c.library for c in candidates}:
+        contents = (folder / library).read_bytes()
+        built = {k.name for cubin in find_cubins(contents) for k in cubin.kernels}
+        wanted = {f"{c.function}_kernel" for c in candidates if c.library == library}
+        assert built == wanted and b"__global__" not in contents
+        assert {cubin.sm for cubin in find_cubins(contents)} == {90}
+    assert all(0 < c.registers <= 255 and not c.stack_bytes for c in candidates)
+
+
+def wanted(count, model):
+    return [
+        Wanted(found.task, choice.template.name, choice.arguments(), rule=False)
+        for found in model.found[:count]
+        for choice in found.choices[:1]
+    ]
+
+
+def test_a_compiler_that_fails_costs_one_kernel(model, tmp_path, monkeypatch):
+    items = wanted(8, model)
+    bad = items[5].function
+
+    def run_job(text, out, kernels):
+        if bad in text:
+            return "does not compile: a crash"
+        out.with_name(f"{out.name}.so").write_bytes(b"")
+        names = [item.function for item in items if f'"{item.function}"' in text]
+        report = ", ".join(f'"{name}": {{"registers": 40}}' for name in names)
+        out.with_name(f"{out.name}.json").write_text(f"{{{report}}}")
+        return ""
+
+    monkeypatch.setattr(tuning_build, "_run_job", run_job)
+    built = build_all(items, get_target("h200"), tmp_path)
+    assert [item.wanted.function for item in built if item.candidate is None] == [bad]
+    assert {item.candidate.registers for item in built if item.candidate} == {40}
+    ruled = [Wanted(i.task, i.template, i.arguments, True) for i in items]
+    with pytest.raises(BitMTPError, match="does not compile: a crash"):
+        build_all(ruled, get_target("h200"), tmp_path)
+
+
+def test_a_kernel_that_spills_is_no_candidate_and_the_rule_s_stays(model, tmp_path):
+    (item,) = wanted(1, model)
+    report = tmp_path / "r.json"
+    report.write_text(f'{{"{item.function}": {{"registers": 255, "stack_bytes": 8}}}}')
+    (built,) = tuning_build._read_report([item], report, "r.so")
+    assert built.candidate is None and built.fault == "spills registers"
+    kept = Wanted(item.task, item.template, item.arguments, True)
+    (ruled,) = tuning_build._read_report([kept], report, "r.so")
+    assert ruled.candidate.stack_bytes == 8
+    task = with_built(item.task, [ruled, built, Built(item, None, "does not fit: of a tile")])
+    assert [c.function for c in task.candidates] == [item.function]
+    assert task.rejected == {"spills registers": 1, "does not fit": 1}
+
+
+def test_a_tile_that_does_not_fit_is_reported(model):
+    from bitmtp_tvm.targets import tvm_target
+
+    (item,) = wanted(1, model)
+    kernels = tuning_build.json.loads(tuning_build.job_text([item], get_target("h200")))["kernels"]
+    target = tvm_target(get_target("h200"))
+    with pytest.raises(ValueError, match="no template nothing of low_bit_linear"):
+        tuning_build.make_function({**kernels[0], "template": "nothing"}, "cuda", target)
+    func = tuning_build.make_function(kernels[0], "cuda", target)
+    assert func.attrs["global_symbol"] == item.function
+
+
+REFUSED = [
+    ((), "give --target, one of: cpu"),
+    (("--target", "nothing"), "unknown target 'nothing'"),
+    (("--target", "h200", "--rpc", "host:1"), "--rpc and --key go together"),
+    (("--target", "h200", "--rpc", "h:1", "--key", "k", "--predict"), "--rpc is about measuring"),
+    (("--target", "h200", "--predict"), "--predict and --from go together"),
+    (("--target", "h20", "--predict", "--from", "cpu"), "--from cpu is no device of that kind"),
+    (("--target", "h20", "--predict", "--from", "h20"), "--from h20 is the target itself"),
+    (("--target", "h20", "--model", "bitnet-2b", "--build-only", "x"), "add --random-weights"),
+    (("--target", "cpu", "--build-only", "x"), "has templates on cpu"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), REFUSED)
+def test_refusals(arguments, sentence, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(list(arguments)) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: ") and sentence in lines[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--widths", "0"), "is not a list of widths from 1 to 64"),
+        (("--widths", "1,65"), "is not a list of widths from 1 to 64"),
+        (("--minutes", "0"), "'0' is no number of minutes"),
+        (("--minutes", "soon"), "'soon' is no number of minutes"),
+        (("--trials", "0"), "is not a whole number of at least 1"),
+        (("--measure", "a", "--merge", "b"), "not allowed with argument"),
+    ],
+)
+def test_wrong_options(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--target", "h200", *arguments])
+    assert ended.value.code == 2 and sentence in capsys.readouterr().err
+
+
+def test_a_foreign_folder_is_not_touched(checkpoint, tmp_path, capsys):
+    arguments = ["--target", "h200", "--model", checkpoint, "--build-only", str(tmp_path)]
+    (tmp_path / "letter.txt").write_text("dear")
+    assert main(arguments) == 2
+    assert "holds letter.txt, so it is not tune's" in capsys.readouterr().err
+    (tmp_path / "letter.txt").rename(tmp_path / "measurements.jsonl")
+    assert main(arguments) == 2
+    assert "was measured already: add --resume" in capsys.readouterr().err
+    assert (tmp_path / "measurements.jsonl").read_text() == "dear"
+
+
+def test_too_few_trials_are_refused(model):
+    from bitmtp_tvm.tuning_tasks import budgets, check_trials
+
+    given = budgets([1.0] * 12, [len(f.choices) for f in model.found], 12)
+    with pytest.raises(UsageError, match="12 kernels are the rule's, give more"):
+        check_trials(model, given)
+
+
+def test_a_machine_without_a_card_says_so(tmp_path, capsys):
+    """No GPU here; where there is one, it is no Orin."""
+    from tuning_folder import plan, task
+
+    found = plan(task())
+    text = tune.__name__ and found.__class__(**{**vars(found), "target": "orin", "arch": "sm_87"})
+    text.write(tmp_path)
+    (tmp_path / "kernels-0.so").write_bytes(b"")
+    assert main(["--measure", str(tmp_path)]) == 1
+    assert "this needs a machine with a GPU" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_toolkit_is_asked_for_before_the_work(monkeypatch, checkpoint, tmp_path, capsys):
+    def missing():
+        raise BitMTPError("NVRTC is not usable")
+
+    monkeypatch.setattr("bitmtp_tvm.toolchain.load_nvrtc", missing)
+    arguments = ["--target", "h200", "--model", checkpoint, "--build-only", str(tmp_path / "x")]
+    assert main(arguments) == 1
+    assert "NVRTC is not usable" in capsys.readouterr().err and not (tmp_path / "x").exists()
+    assert nvrtc.INSTALL
+
+
+def test_help_needs_no_tvm():
+    program = (
+        "import sys\nfrom bitmtp_tvm import tune\nassert 'tvm' not in sys.modules, 'TVM is loaded'"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from bitmtp_tvm import reference
+from bitmtp_tvm.reference import head_bound
 from bitmtp_tvm.reference.choose import penalised
 from bitmtp_tvm.reference.head_bound import (
     Request,
@@ -130,7 +131,7 @@ def test_the_argmax_is_that_of_the_whole_table(rng, kind):
     codes, bounds = pack_codes(case.table)
     exact = reference.head(case.x, case.table)
     for name, request in head_cases.requests(rng, 301).items():
-        logits = reference.bounded_head(case.x, case.table, codes, bounds, request)
+        logits = head_bound.bounded_head(case.x, case.table, codes, bounds, request)
         for row in range(head_cases.ROWS):
             choose = [
                 penalised(z[row], int(request.horizon[row]), request.state, request.seen)
@@ -185,7 +186,7 @@ def test_the_operations_as_written(rng, penalty):
     out = [np.zeros((rows, size), np.float32), np.zeros((rows, 2, 128), np.int8)]
     out += [np.zeros((rows, 3), np.float32), np.zeros(rows, np.int32)]
     normed, q, spread, floor = run(norm, [case.x, weight, asked, *out])[3:]
-    expected = reference.final_norm_codes(case.x, weight, 1e-5)
+    expected = head_bound.final_norm_codes(case.x, weight, 1e-5)
     kept = asked >= 0
     apart = (q.astype(int) - expected[1])[kept]
     assert np.abs(apart[:, 0] * bounded_head.LOW_CODES + apart[:, 1]).max() <= 1

@@ -155,8 +155,8 @@ def test_kernels_of_the_real_shapes_compile_without_spills(source, arch):
     assert len(found.kernels) == len({item.name for item in real_kernels()})
     assert {k.name: k.stack_bytes for k in found.kernels if k.stack_bytes} == {}
     assert max(k.shared_bytes for k in found.kernels) <= 48 * 1024
-    # Linears of many rows, and attention, hold many sums: two blocks of four warps are left room, or
-    # three.
+    # Linears of many rows, and attention, hold many sums: two blocks of four warps are left room,
+    # or three.
     many = {"low_bit_linear": 255, "attention": 168}
     wide = re.compile(r"(low_bit_linear)\w+_width_128_|(attention)_")
     limits = {

@@ -10,6 +10,7 @@ from gpu_kernels import BOUNDED_HEADS, BOUNDED_ROWS, EPS, bounded_head, kernel, 
 from numpy.testing import assert_array_equal
 
 from bitmtp_tvm import reference
+from bitmtp_tvm.reference import head_bound
 from bitmtp_tvm.reference.choose import penalised
 from bitmtp_tvm.reference.head_bound import (
     activation_codes,
@@ -98,7 +99,7 @@ def test_the_norm_and_its_codes(kernels, rng, size):
     x, weight = head_cases.rows_of(rng, size), rng.uniform(0.5, 2, size).astype(np.float32)
     asked = np.arange(16, dtype=np.int32)[::-1].copy()
     normed, q, spread, floor = run_norm(kernels, x, weight, asked)
-    want = reference.final_norm_codes(x[::-1], weight, EPS)
+    want = head_bound.final_norm_codes(x[::-1], weight, EPS)
     np.testing.assert_allclose(normed, want[0], rtol=1e-5, atol=1e-30)
     codes, scales = activation_codes(normed)
     assert_array_equal(q, codes)

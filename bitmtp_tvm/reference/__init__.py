@@ -2,7 +2,6 @@
 `model`, which needs a checkpoint."""
 
 from bitmtp_tvm.reference.choose import choose, philox4x32, softmax_parts
-from bitmtp_tvm.reference.head_bound import bounded_head, final_norm_codes
 from bitmtp_tvm.reference.ops import (
     attention,
     dequantize,
@@ -26,11 +25,9 @@ from bitmtp_tvm.reference.ops import (
 
 __all__ = [
     "attention",
-    "bounded_head",
     "choose",
     "dequantize",
     "embed",
-    "final_norm_codes",
     "gated",
     "gated_norm_quantize",
     "gated_quantize",

@@ -51,7 +51,7 @@ def test_the_first_codes_are_loaded_in_front_of_the_wait():
     body = text[text.index('extern "C" __global__') :]
     before = body[: body.index("griddepcontrol_wait")]
     assert before.count("ld_vec_weak_global") == 8 and "launch_dependents" in before
-    assert not [name for name in ("q_ptr[", "spread_ptr[", "rows_ptr[") if name in before]
+    assert not [name for name in ("q_ptr[", "spread_ptr[", "logit_rows_ptr[") if name in before]
 
 
 def test_up_to_64_rows_see_the_table_together():

@@ -17,7 +17,6 @@ from tvm.ir import GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target as TVMTarget
 
-from bitmtp_tvm.overlap import overlaps
 from bitmtp_tvm.specialize import KERNEL_OPS, bind_dims
 from relax_models import fused_ops, ops
 from relax_models.formats import FORMATS, row_tile
@@ -27,10 +26,8 @@ KIND = "cuda"
 
 FUSED_WIDTH = 2
 """Rows of the widest fused step. Each block of a linear repeats the norm of all rows: that is less
-than a launch for two rows, and with more of them the tensor cores beat the fused kernels' dp4a."""
-
-FUSED_WIDTH_PLAIN = 4
-"""The same where kernels do not overlap, and a launch costs several times as much."""
+than a launch for two rows. With more of them the tensor cores beat the fused kernels' dp4a, and at
+four the sums and the rows together spill registers on sm_86."""
 
 MOST_ROWS = 1 << 15
 """Rows of the largest fused matrix. A vocabulary's has thousands of blocks, which would repeat the
@@ -48,8 +45,7 @@ def fuse(mod: IRModule, target: TVMTarget) -> IRModule:
     keep theirs."""
     if target.kind.name != KIND:
         return mod
-    most = FUSED_WIDTH if overlaps(str(target.attrs["arch"])) else FUSED_WIDTH_PLAIN
-    fuser = _Fuser(mod, most)
+    fuser = _Fuser(mod)
     for var, func in mod.functions_items():
         if isinstance(func, relax.Function):
             fuser.add(var.name_hint, func)
@@ -86,9 +82,9 @@ def _operands(value: relax.Expr) -> list[relax.Var]:
 class _Fuser(PyExprMutator):
     """Rewrites one function after the other; equal pairs of kernels become one kernel."""
 
-    def __init__(self, mod: IRModule, most: int):
+    def __init__(self, mod: IRModule):
         super().__init__(mod)
-        self.source, self.most = mod, most
+        self.source = mod
         self.rewritten: dict[str, relax.Function] = {}
         self.made: dict[tuple[str, ...], GlobalVar] = {}
 
@@ -155,7 +151,7 @@ class _Fuser(PyExprMutator):
     def _pays(self, kernel: _Kernel) -> bool:
         width, padded = kernel.work.shapes[0]
         rows = sum(kernel.settings["segments"])
-        return width <= self.most and rows <= MOST_ROWS and width * padded <= MOST_CODES
+        return width <= FUSED_WIDTH and rows <= MOST_ROWS and width * padded <= MOST_CODES
 
     def _activation(self, kernel: _Kernel) -> str:
         """The activation that alone reads the result, a gate and up of whole tiles; or ""."""

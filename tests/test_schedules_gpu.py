@@ -115,7 +115,7 @@ def real_kernels():
     for shape in FUSED_LINEARS[:3]:
         yield fused_linear(*shape, 1)
     for shape in FUSED_LINEARS[1:3] + FUSED_LINEARS[8:10]:
-        yield fused_linear(*shape, 4)
+        yield fused_linear(*shape, 2)
 
 
 @pytest.fixture(scope="module")

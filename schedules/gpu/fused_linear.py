@@ -132,6 +132,8 @@ def _ahead(shape: _Shape, warps: int, row_tiles: int) -> int:
     rows = tiles * shape.tile_rows // 8
     load = tiles * WORDS + (rows if shape.grouped else 0)
     most = max(1, min(MOST_AHEAD, (HELD_REGISTERS - rows * shape.work.width) // load))
+    # Words of one-bit codes unpack to twice as many registers.
+    most = min(most, 2) if shape.tile_rows == 32 and shape.work.width > 1 else most
     turns = ceil_div(shape.blocks, warps)
     return ceil_div(turns, ceil_div(turns, most))
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.timing import Call, Timer
-from bitmtp_tvm.tuning_inputs import Inputs, is_right, make_inputs
+from bitmtp_tvm.tuning_inputs import Inputs, Results, is_right, joined, make_inputs
 from bitmtp_tvm.tuning_plan import Task, TuningPlan
 
 # Weights in turn until none is in a cache any more.
@@ -40,7 +40,7 @@ class Workbench:
         self._weights: dict[str, list[Tensors]] = {}
         self._inputs: dict[str, Inputs] = {}
         self._others: dict[str, dict[int, Any]] = {}
-        self._expected: dict[str, np.ndarray] = {}
+        self._expected: dict[str, bytes] = {}
         self._ran: set[str] = set()
         self._scale = self._fitting(free * MEMORY_SHARE)
 
@@ -59,25 +59,26 @@ class Workbench:
     def is_rule_right(self, task: Task) -> bool:
         """Whether the rule's kernel agrees with the numpy twin; keeps its result for the others."""
         got = self.run(task, task.candidates[0].function)
-        self._expected[task.name] = got
+        self._expected[task.name] = joined(got)
         return is_right(self._input(task), got)
 
     def is_same(self, task: Task, function: str) -> bool:
         """Whether a kernel gives the rule's results, bit for bit."""
         if task.name not in self._expected:
             self.is_rule_right(task)
-        return self.run(task, function).tobytes() == self._expected[task.name].tobytes()
+        return joined(self.run(task, function)) == self._expected[task.name]
 
-    def run(self, task: Task, function: str) -> np.ndarray:
+    def run(self, task: Task, function: str) -> Results:
         """What a kernel makes of the task's inputs."""
         arguments = self._arguments(task, 0)
+        results = self._input(task).results
         # So that what a kernel leaves out is seen.
-        arguments[-1].copyfrom(self._input(task).arguments[-1])
+        for place in range(-results, 0):
+            arguments[place].copyfrom(self._input(task).arguments[place])
         self._function(task, function)(*arguments)
         self._timer.sync()
         self._ran.add(function)
-        result: np.ndarray = arguments[-1].numpy()
-        return result
+        return [result.numpy() for result in arguments[-results:]]
 
     def alone(self, task: Task, function: str) -> float:
         """Seconds of one launch, behind launches of the same kernel on other weights."""
@@ -150,4 +151,6 @@ class Workbench:
 def weights_name(task: Task) -> str:
     """Equal for tasks whose weights are the same arrays."""
     key = task.key
-    return f"{key.op} {key.format} {key.n} {key.k} {task.settings.get('segments')}"
+    op = key.op.removeprefix("norm_").removeprefix("quantize_")
+    shapes = [task.shapes[i] for i in task.constants]
+    return f"{op} {key.format} {task.settings.get('segments')} {shapes}"

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bitmtp_tvm.errors import BitMTPError
-from bitmtp_tvm.reference.ops import group_linear, low_bit_linear, quantize, quantize_groups
+from bitmtp_tvm.reference.ops import (
+    attention,
+    gated,
+    group_linear,
+    low_bit_linear,
+    quantize,
+    quantize_groups,
+    rms_norm,
+)
 from relax_models.formats import K_BLOCK, get_format, pack, pack_scales
 
 if TYPE_CHECKING:
@@ -16,24 +24,41 @@ if TYPE_CHECKING:
 
 # Of the largest result: exact sums differ by their last rounding, sums of floats by their order.
 TOLERANCE = {False: 1e-6, True: 1e-5}
+# A value on the edge between two int8 codes may go to either.
+CODE_TOLERANCE = 2e-3
+ATTENTION_TOLERANCE = 1e-4
+
+# Slots of the cache that attention is tuned with, as far as the cache goes.
+FILL = 512
+VISIBLE_BITS = 32
+
+Results = list[np.ndarray]
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """arguments: all of a kernel's, the result last and NaN; expected: what the numpy twin makes of
-    them; tolerance: how far a kernel may be from it, absolutely."""
+    """arguments: all of a kernel's, the results last and NaN; expected: what the numpy twin makes
+    of them; tolerance: how far a kernel may be from it, absolutely; value: what is compared, of a
+    kernel's results; results: how many it has."""
 
     arguments: tuple[np.ndarray, ...]
     expected: np.ndarray
     tolerance: float
+    value: Callable[[Results], np.ndarray] = lambda results: results[-1]
+    results: int = 1
 
 
 @dataclass(frozen=True)
 class Operation:
-    """What tuning knows of an operation: `constants` are the arguments that are weights."""
+    """What tuning knows of an operation.
+
+    constants: the arguments that another layer has anew, which a model reads from memory: weights,
+    or the cache; reads: bytes of them that one launch has to read, of a task.
+    """
 
     constants: tuple[int, ...]
     make: Callable[["Task", str], Inputs]
+    reads: Callable[["Task"], int] | None = None
 
 
 def make_inputs(task: "Task", kind: str) -> Inputs:
@@ -89,11 +114,104 @@ def _low_bit_linear(task: "Task", kind: str) -> Inputs:
     return Inputs((q, scale, total, *weights, *added, result), expected, tolerance)
 
 
-OPERATIONS = {"low_bit_linear": Operation((3, 4), _low_bit_linear)}
+def _fused_linear(task: "Task", kind: str) -> Inputs:
+    """See `relax_models.fused_ops.norm_low_bit_linear` and `quantize_low_bit_linear`."""
+    settings, form = task.settings, get_format(task.key.format)
+    segments, size = list(settings["segments"]), int(settings["size"])
+    codes, scales, *weights = _weights(sum(segments), len(segments), size, form.name, kind)
+    rng = np.random.default_rng([size, 2])
+    x = rng.normal(size=(task.key.width, size)).astype(np.float32)
+    inputs, row = [x], x
+    if task.key.op.startswith("norm_"):
+        inputs.append(rng.uniform(0.5, 1.5, size).astype(np.float32))
+        row = rms_norm(x, inputs[1], float(settings["eps"]))
+    if form.group:
+        expected = group_linear(*quantize_groups(row), codes, scales, form.bits)
+    else:
+        expected = low_bit_linear(*quantize(row), codes, scales, segments)
+    if settings["activation"]:
+        gate, up = np.split(expected, [segments[0]], axis=1)
+        expected = gated(gate, up, settings["activation"])
+    added = []
+    if task.key.residual:
+        added = [rng.normal(size=expected.shape).astype(np.float32)]
+        expected = expected + added[0]
+    result = np.full(expected.shape, np.nan, np.float32)
+    tolerance = CODE_TOLERANCE * float(np.abs(expected).max())
+    return Inputs((*inputs, *weights, *added, result), expected, tolerance)
 
 
-def is_right(inputs: Inputs, got: np.ndarray) -> bool:
-    """Whether a kernel's result is that of the twin."""
-    return got.shape == inputs.expected.shape and bool(
-        (np.abs(got - inputs.expected) <= inputs.tolerance).all()
+def _attended(task: "Task") -> tuple[list[np.ndarray], np.ndarray]:
+    """q, cache and boundary of a step whose rows see what is in front of them, and its result."""
+    (width, heads, head_dim), cache_shape = task.shapes[:2]
+    boundary = min(FILL, cache_shape[2] - width)
+    rng = np.random.default_rng([width, head_dim])
+    q = rng.normal(size=(width, heads, head_dim)).astype(np.float32)
+    cache = np.zeros(cache_shape, np.float16)
+    used = boundary + width
+    cache[:, :, :used] = rng.normal(size=(2, cache_shape[1], used, head_dim))
+    keys, values = cache[:, :, :used]
+    expected = attention(q, keys, values, boundary, np.tri(width, dtype=bool))
+    return [q, cache, np.array([boundary], np.int32)], expected
+
+
+def _attention(task: "Task", kind: str) -> Inputs:
+    """See `relax_models.attention_ops.attention`."""
+    arguments, expected = _attended(task)
+    arguments += [] if task.settings["causal"] else [_visible(task.key.width)]
+    result = np.full(expected.shape, np.nan, np.float32)
+    return Inputs((*arguments, result), expected, ATTENTION_TOLERANCE)
+
+
+def _attention_parts(task: "Task", kind: str) -> Inputs:
+    """See `relax_models.attention_ops.attention_parts`; the parts in use are compared as joined."""
+    arguments, expected = _attended(task)
+    results = tuple(np.full(shape, np.nan, np.float32) for shape in task.shapes[4:])
+    slots, chains = int(task.settings["chain_slots"]), int(task.settings["chains"])
+    used = min(chains, -(-int(arguments[2][0] + task.key.width) // slots))
+
+    def whole(found: Results) -> np.ndarray:
+        tops, norms, mixed = (part[:, :, :used] for part in found)
+        factor = np.exp(tops - tops.max(axis=2, keepdims=True))
+        mean = (mixed * factor[..., None]).sum(axis=2) / (norms * factor).sum(axis=2)[..., None]
+        return mean.reshape(expected.shape)
+
+    visible = _visible(task.key.width)
+    return Inputs(
+        (*arguments, visible, *results), expected, ATTENTION_TOLERANCE, whole, len(results)
     )
+
+
+def _visible(width: int) -> np.ndarray:
+    """Masks `(width, 2)` uint32 of rows that see all in front of them and themselves."""
+    masks = [(2 << row) - 1 for row in range(width)]
+    low = (1 << VISIBLE_BITS) - 1
+    return np.array([(mask & low, mask >> VISIBLE_BITS) for mask in masks], np.uint32)
+
+
+def _cache_reads(task: "Task") -> int:
+    """Keys and values of the slots in use."""
+    _, kv_heads, slots, head_dim = task.shapes[1]
+    return 4 * kv_heads * min(FILL + task.key.width, slots) * head_dim
+
+
+OPERATIONS = {
+    "attention": Operation((1,), _attention, _cache_reads),
+    "attention_parts": Operation((1,), _attention_parts, _cache_reads),
+    "low_bit_linear": Operation((3, 4), _low_bit_linear),
+    "norm_low_bit_linear": Operation((2, 3), _fused_linear),
+    "quantize_low_bit_linear": Operation((1, 2), _fused_linear),
+}
+
+
+def is_right(inputs: Inputs, got: Results) -> bool:
+    """Whether a kernel's results are those of the twin."""
+    value = inputs.value(got)
+    return value.shape == inputs.expected.shape and bool(
+        (np.abs(value - inputs.expected) <= inputs.tolerance).all()
+    )
+
+
+def joined(got: Results) -> bytes:
+    """All results, to compare bit by bit."""
+    return b"".join(result.tobytes() for result in got)

@@ -15,7 +15,7 @@ from bitmtp_tvm.manifest import decode
 from bitmtp_tvm.records import Key
 from bitmtp_tvm.targets import get_target
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 PLAN = "plan.json"
 MEASUREMENTS = "measurements.jsonl"
 OWN_FILES = re.compile(r"plan\.json|measurements\.jsonl|kernels-[0-9a-f]+\.(so|json)")
@@ -42,9 +42,10 @@ class Candidate:
 class Task:
     """One workload to find the best kernel for.
 
-    shapes, dtypes: of the arguments, the result last; constants: which of them are weights; counts:
-    launches in one run of each bucket; candidates: the rule's first, then the likeliest first;
-    rejected: why other candidates are not here, and how many.
+    shapes, dtypes: of the arguments, the results last; constants: which of them are weights, or
+    the cache; reads: bytes of these that a launch has to read from memory; counts: launches in one
+    run of each bucket; candidates: the rule's first, then the likeliest first; rejected: why other
+    candidates are not here, and how many.
     """
 
     name: str
@@ -53,13 +54,14 @@ class Task:
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
     constants: tuple[int, ...]
+    reads: int
     counts: dict[str, int]
     candidates: tuple[Candidate, ...] = ()
     rejected: dict[str, int] = field(default_factory=dict)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the constants: what one launch has to read from memory."""
+        """Bytes of the constants."""
         return sum(self.bytes_of(i) for i in self.constants)
 
     def bytes_of(self, argument: int) -> int:
@@ -67,8 +69,8 @@ class Task:
         return int(np.prod(self.shapes[argument])) * np.dtype(self.dtypes[argument]).itemsize
 
     def floor(self, bandwidth_gbs: float) -> float:
-        """Seconds that reading the constants takes at so many 10^9 bytes a second."""
-        return self.weight_bytes / (bandwidth_gbs * 1e9)
+        """Seconds that reading what one launch needs takes at so many 10^9 bytes a second."""
+        return self.reads / (bandwidth_gbs * 1e9)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.targets import get_target
-from bitmtp_tvm.tuning_inputs import Inputs, is_right, make_inputs
+from bitmtp_tvm.tuning_inputs import Inputs, Results, is_right, joined, make_inputs
 from bitmtp_tvm.tuning_plan import Task, TuningPlan
 
 SESSION_SECONDS = 600
@@ -67,8 +67,8 @@ class RpcWorker:
             got = self._run(task, task.candidates[0].function)
             return {"status": OK if is_right(self._input(task), got) else WRONG}
         if task.name not in self._expected:
-            self._expected[task.name] = self._run(task, task.candidates[0].function).tobytes()
-        if self._run(task, job["function"]).tobytes() != self._expected[task.name]:
+            self._expected[task.name] = joined(self._run(task, task.candidates[0].function))
+        if joined(self._run(task, job["function"])) != self._expected[task.name]:
             return {"status": WRONG}
         return {"status": OK, "seconds": self._seconds(task, job["function"])}
 
@@ -87,11 +87,12 @@ class RpcWorker:
         rate = target.bandwidth_gbs or 1.0
         return {"gbs": rate, "state": {"device": name}, "cores": cores, "date": date}
 
-    def _run(self, task: Task, function: str) -> Any:
-        arguments = self._tensors(task)
-        arguments[-1].copyfrom(self._input(task).arguments[-1])
+    def _run(self, task: Task, function: str) -> Results:
+        arguments, given = self._tensors(task), self._input(task)
+        for place in range(-given.results, 0):
+            arguments[place].copyfrom(given.arguments[place])
         self._library(task, function)[function](*arguments)
-        return arguments[-1].numpy()
+        return [result.numpy() for result in arguments[-given.results :]]
 
     def _seconds(self, task: Task, function: str) -> float:
         timed = self._library(task, function).time_evaluator(

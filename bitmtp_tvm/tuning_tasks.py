@@ -97,15 +97,18 @@ def _found(func: tirx.PrimFunc, target: "Target", found: dict[Key, Found]) -> Fo
     card = card_of(target)
     key = Key.of(work, card)
     if key not in found:
+        known = operation(work.op)
         task = Task(
             name=task_name(key),
             key=key,
             settings=work.settings,
             shapes=work.shapes,
             dtypes=work.dtypes,
-            constants=operation(work.op).constants,
+            constants=known.constants,
+            reads=0,
             counts={},
         )
+        task = replace(task, reads=known.reads(task) if known.reads else task.weight_bytes)
         found[key] = Found(task, work, tuple(choices(templates, work, card)))
     return found[key]
 

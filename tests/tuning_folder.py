@@ -37,6 +37,7 @@ def task(name="linear", width=WIDTH, layers=LAYERS, functions=(RULE, EQUAL, WRON
         shapes=shapes,
         dtypes=dtypes,
         constants=(3, 4),
+        reads=8 * 2 * 8 * 32 + 8,
         counts={f"step_w{width}": layers},
         candidates=candidates,
     )

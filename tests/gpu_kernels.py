@@ -91,7 +91,7 @@ FUSED_LINEARS = [
     ("binary-g128", (96, 96), 1412, False, "silu", True),
     ("binary-g128", (71,), 9728, True, "", False),
 ]
-FUSED_WIDTHS = (1, 2, 4)
+FUSED_WIDTHS = (1, 2)
 # Vocabulary, size.
 HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)

@@ -105,7 +105,7 @@ class CudaTimer:
         import tvm_ffi
 
         self.sync()
-        with tvm_ffi.use_raw_stream(self._device, self._stream):
+        with tvm_ffi.use_raw_stream(self._device, self._stream.value):
             self._call("cuStreamBeginCapture_v2", self._stream, _RELAXED)
             try:
                 for call in calls:

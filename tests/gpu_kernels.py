@@ -72,7 +72,7 @@ GROUP_TILES = [
     (1, 64, "low_bit_group_mma", (2, 1, 4, 2, 3, 1, 1)),
     (2, 8, "low_bit_group_mma", (1, 1, 2, 4, 3, 2, 1)),
     (2, 1, "low_bit_group_gemv", (1, 2, 2, 1)),
-    (3, 130, "low_bit_group_mma", (1, 1, 16, 1, 2, 1, 1)),
+    (2, 130, "low_bit_group_mma", (2, 1, 2, 2, 2, 1, 1)),
     (4, 2, "low_bit_group_gemv", (1, 1, 16, 3)),
 ]
 GROUP_SIZES = (512, 1412, 2560, 9728)

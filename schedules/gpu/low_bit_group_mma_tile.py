@@ -33,7 +33,7 @@ BUSY_WARPS = 12
 # Registers of a lane for addresses, the operands of an mma and the results.
 OTHER_REGISTERS = 44
 # Registers for what an mma gives, before it is added.
-EXTRA = 6
+EXTRA = 9
 # Registers for the activations of eight tokens: of one group, their scales and totals.
 TOKEN_REGISTERS = 12
 MOST_CANDIDATES = 96
@@ -46,7 +46,8 @@ def summed(tile: GroupMmaTile, packing: Packing) -> int:
 
 def registers(tile: GroupMmaTile, packing: Packing, groups: int) -> int:
     """About what a lane takes, where K has so many groups."""
-    words = tile.ahead * tile.row_tiles * (WORDS + packing.rows)
+    # A scale takes two: as it was loaded, and as a float.
+    words = tile.ahead * tile.row_tiles * (WORDS + 2 * packing.rows)
     x_ahead = min(tile.x_ahead, ceil_div(groups, tile.warps))
     x = x_ahead * tile.token_tiles * TOKEN_REGISTERS
     return summed(tile, packing) * (PARTS * OUTPUTS + EXTRA) + words + x + OTHER_REGISTERS
@@ -111,8 +112,9 @@ def _filled(
         for ahead in range(min(turns, MOST_AHEAD), 0, -1)
         for x_ahead in (min(2, turns), 1)
     ]
-    fits = (t for t in found if registers(t, packing, groups) <= limit(threads, t.resident))
-    tile = next(fits, found[-1])
+    fits = [t for t in found if registers(t, packing, groups) <= limit(threads, t.resident)]
+    # Two loads on their way, then as many blocks as there are, then more loads.
+    tile = max(fits or found[-1:], key=lambda t: (min(t.ahead, 2), t.resident, t.ahead, t.x_ahead))
     if turns > MOST_UNROLLED:
         return replace(tile, ahead=ceil_div(turns, ceil_div(turns, tile.ahead)))
     return tile

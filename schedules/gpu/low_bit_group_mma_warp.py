@@ -62,7 +62,9 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
     row_tiles, token_tiles, warps, ahead = tile.row_tiles, tile.token_tiles, tile.warps, tile.ahead
     rows = row_tiles * packing.rows
     turns = ceil_div(groups, warps)
-    unrolled = turns if turns <= MOST_UNROLLED else ahead
+    # Of many sums a turn that is a loop's takes fewer registers.
+    crowded = rows // 2 * token_tiles > 1
+    unrolled = ahead if crowded or turns > MOST_UNROLLED else turns
     rounds = ceil_div(turns, unrolled)
     x_ahead = min(tile.x_ahead, unrolled)
 
@@ -225,6 +227,9 @@ def accumulator(packing: Packing, tile: GroupMmaTile, shape: tuple[int, int, int
         start = T.sblock_alloc_buffer((x_ahead * token_tiles * 2,), "uint32", scope="local")
         for i in T.unroll(unrolled):
             if i % x_ahead == 0:
+                # These activations only now: many sums leave no registers for them.
+                if crowded:
+                    T.cuda.warp_sync()
                 for slot in T.unroll(x_ahead):
                     if i + slot < unrolled:
                         load_tokens(

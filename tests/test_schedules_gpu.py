@@ -157,7 +157,11 @@ def test_kernels_of_the_real_shapes_compile_without_spills(source, arch):
     assert max(k.shared_bytes for k in found.kernels) <= 48 * 1024
     # Linears on the tensor cores, and attention, hold many sums: two or three blocks of four warps
     # are left room.
-    most = {r"low_bit_linear\w+_width_8_": 176, r"low_bit_linear\w+_width_128_": 255, "attention_": 168}
+    most = {
+        r"low_bit_linear\w+_width_8_": 176,
+        r"low_bit_linear\w+_width_128_": 255,
+        "attention_": 168,
+    }
     limits = {
         k.name: next((n for name, n in most.items() if re.match(name, k.name)), 128)
         for k in found.kernels

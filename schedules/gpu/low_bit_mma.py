@@ -35,7 +35,7 @@ from schedules.space import Template
 from schedules.workload import Workload, segment_scale
 
 # From so many rows on: below, dp4a computes no rows that nobody asked for.
-LEAST_ROWS = 3
+LEAST_ROWS = 2
 # Results of a thread whose factors and addends are read before the products.
 MOST_EARLY = 4
 

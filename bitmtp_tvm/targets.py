@@ -14,6 +14,8 @@ DEFAULT_WIDTHS = (1, 2, 4, 8, 16)
 # Where wide steps are cheap: masks for every outcome of 8 drafts need some 60 rows.
 WIDE_WIDTHS = (*DEFAULT_WIDTHS, 32, 64)
 DEFAULT_PREFILL = (128,)
+# Four times the rows take little more than twice the time of 128 where a card has many cores.
+WIDE_PREFILL = (*DEFAULT_PREFILL, 512)
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def _gpu(
     memory_gib: int,
     host: Host = X86_64,
     widths: tuple[int, ...] = WIDE_WIDTHS,
+    prefill: tuple[int, ...] = WIDE_PREFILL,
 ) -> Target:
     return Target(
         name=name,
@@ -122,10 +125,11 @@ def _gpu(
         shared_memory_per_block=SHARED_MEMORY[arch],
         registers_per_sm=65536,
         widths=widths,
+        prefill=prefill,
     )
 
 
-ORIN = (ORIN_HOST, DEFAULT_WIDTHS)
+ORIN = (ORIN_HOST, DEFAULT_WIDTHS, DEFAULT_PREFILL)
 
 # Data sheet figures, for tile choices and predictions; what fits is decided by the memory that is
 # free on the device. The Orins share their memory with the processor.

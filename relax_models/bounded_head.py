@@ -26,6 +26,14 @@ _MOST_CODE = LOW_CODES * CODE - LOW_CODES // 2
 SCALE, ERROR, LENGTH = range(3)
 """Rows of the bounds: s, |w - s * w8| and |s * w8|, the lengths rounded up."""
 
+LEAST_FLOOR = -(2**31)
+"""The floor of a row before any of its logits is known: a key below those of all floats."""
+
+LEAST_ABSMAX = 1e-30
+LEAST_LENGTH = 2.0**-60
+LEAST_ERROR = 2.0**-90
+"""Least scale, length and bound: above all that underflows in `relax_models.head_ops`."""
+
 # What the lengths are rounded up by, and to: more than any rounding in the kernels that use them.
 _UP, _LEAST = 1 + 2.0**-12, 2.0**-100
 _ROWS_AT_ONCE = 4096

@@ -37,6 +37,10 @@ from tvm.script import tirx as T
 from relax_models.bounded_head import (
     CODE,
     ERROR,
+    LEAST_ABSMAX,
+    LEAST_ERROR,
+    LEAST_FLOOR,
+    LEAST_LENGTH,
     LENGTH,
     LOW_CODES,
     SCALE,
@@ -50,14 +54,6 @@ from relax_models.choose_ops import is_broken, penalised, stamp_words
 from relax_models.formats import K_BLOCK, padded_k
 from relax_models.ops import stamp
 from relax_models.state import STATE_WORDS
-
-LEAST_FLOOR = -(2**31)
-"""The floor of a row before any of its logits is known: a key below those of all floats."""
-
-LEAST_ABSMAX = 1e-30
-LEAST_LENGTH = 2.0**-60
-LEAST_ERROR = 2.0**-90
-"""Least scale, length and bound: above all that underflows in the operations here."""
 
 
 def final_norm_codes(size: int, eps: float) -> tirx.PrimFunc:

@@ -41,7 +41,7 @@ def model(checkpoint):
 def test_tasks_are_the_linears_of_a_step_in_its_order(model):
     names = [found.task.name for found in model.found]
     assert len(set(names)) == len(names) == 4 * (len(WIDTHS) + 1)
-    assert list(model.buckets) == ["step_w1", "step_w4", "prefill_w128"]
+    assert list(model.buckets) == ["step_w1", "step_w4", "prefill_w128", "prefill_w512"]
     for width in WIDTHS:
         sequence = model.buckets[f"step_w{width}"]
         layer = sequence[:4]

@@ -19,9 +19,8 @@ from bitmtp_tvm.reference.head_bound import (
     code_head,
     plain_request,
 )
-from relax_models.bounded_head import LOW_CODES, pack_codes
+from relax_models.bounded_head import LEAST_FLOOR, LOW_CODES, pack_codes
 from relax_models.formats import bf16_to_float32, padded_k
-from relax_models.head_ops import LEAST_FLOOR
 
 ARCHES = ("sm_86", "sm_87", "sm_90a")
 WIDTHS = (16, 64)

@@ -13,6 +13,10 @@ from bitmtp_tvm.reference.choose import penalised
 from bitmtp_tvm.reference.ops import head, rms_norm
 from relax_models.bounded_head import (
     ERROR,
+    LEAST_ABSMAX,
+    LEAST_ERROR,
+    LEAST_FLOOR,
+    LEAST_LENGTH,
     LENGTH,
     SCALE,
     code_error,
@@ -21,7 +25,6 @@ from relax_models.bounded_head import (
     unpack_codes,
 )
 from relax_models.formats import padded_k
-from relax_models.head_ops import LEAST_ABSMAX, LEAST_ERROR, LEAST_FLOOR, LEAST_LENGTH
 from relax_models.state import STATE_WORDS, Word
 
 _HALF = 64

@@ -25,9 +25,9 @@ from schedules.workload import Workload, read
 KIND = "cuda"
 
 FUSED_WIDTH = 1
-"""Rows of the widest fused step. Each block of a linear repeats the norm of all rows, and multiplies
-by dp4a: for one row that is less than a launch. For two of BitNet-2B's on an H200, norms apart and
-linears on the tensor cores made a step 15 % shorter."""
+"""Rows of the widest fused step. Each block of a linear repeats the norm of all rows and multiplies
+by dp4a, which for one row costs less than launches do. For two of BitNet-2B's on an H200, norms
+apart and linears on the tensor cores made a step 15 % shorter."""
 
 MOST_ROWS = 1 << 15
 """Rows of the largest fused matrix. A vocabulary's has thousands of blocks, which would repeat the

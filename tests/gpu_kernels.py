@@ -46,10 +46,10 @@ LINEAR_TILES = [
     (4, 1, "low_bit_mma_few", (1, 4, 2, 1, 2, 4, 4, 3)),
     (4, 130, "low_bit_mma", (2, 4, 2, 6, 1, 2, 1, 1)),
     (5, 4, "low_bit_mma", (3, 4, 4, 1, 2, 2, 1, 1)),
-    (2, 130, "low_bit_mma_wide_some", (2, 2, 4, 8, 3, 2)),
-    (3, 130, "low_bit_mma_wide_some", (2, 2, 1, 4, 4, 2)),
+    (2, 130, "low_bit_mma_wide_some", (4, 2, 2, 8, 3, 1)),
+    (3, 130, "low_bit_mma_wide_some", (2, 4, 5, 2, 3, 2)),
     (4, 130, "low_bit_mma_wide_some", (5, 1, 2, 4, 2, 1)),
-    (5, 130, "low_bit_mma_wide", (4, 2, 1, 8, 3, 1)),
+    (5, 130, "low_bit_mma_wide_some", (2, 2, 4, 4, 4, 3)),
 ]
 NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
 NORM_WIDTHS = (1, 9)

@@ -4,7 +4,7 @@ What they compute is compared with the numpy twin in tests/test_schedules_gpu.py
 """
 
 import re
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import product
 
 import gpu_kernels
@@ -54,11 +54,11 @@ def test_every_product_is_one_of_the_tensor_cores(source):
         assert "mma_int_sync_aligned_m16n8k32" in text and "__dp4a" not in text
 
 
-def test_two_rows_and_fewer_are_left_to_dp4a():
+def test_one_row_is_left_to_dp4a():
     for width in (1, 2, 3, 4):
         item = linear((64,), 256, False, width)
         text = gpu_kernels.cuda_text([item], gpu_kernels.target_for("sm_86"))
-        assert ("__dp4a(" in text.split("__global__")[-1]) == (width < 3)
+        assert ("__dp4a(" in text.split("__global__")[-1]) == (width < 2)
 
 
 WIDTHS = (1, 3, 4, 8, 9, 16, 24, 32, 33, 64, 65, 130, 2048)
@@ -144,10 +144,10 @@ def test_only_weights_and_their_scales_are_read_before_the_wait():
         assert not re.search(r"(weight|weight_scale)_ptr\[", early.replace("(&(weight", "("))
 
 
-@pytest.mark.parametrize("width", (128, 512))
+@pytest.mark.parametrize("width", (128, 256, 512))
 def test_tiles_for_many_rows_fit_and_the_rule_takes_one_where_they_fill_the_card(width):
     from schedules.gpu import TEMPLATES
-    from schedules.gpu.low_bit_mma_wide import problem
+    from schedules.gpu.low_bit_mma_wide_tile import problem
     from schedules.space import LARGE_CARD, choices
     from schedules.workload import read
 
@@ -155,7 +155,28 @@ def test_tiles_for_many_rows_fit_and_the_rule_takes_one_where_they_fill_the_card
         work = read(gpu_kernels.definition(replace(item, dims=(("width", width),))))
         found = choices(TEMPLATES["low_bit_linear"], work, LARGE_CARD)
         tiles = [c.tile for c in found if c.template.name.startswith("low_bit_mma_wide")]
-        assert 20 <= len(tiles) == len(set(tiles)) <= 65
+        assert 20 <= len(tiles) == len(set(tiles)) <= 81
         assert not any(problem(tile) for tile in tiles)
-        filled = width == 512 or sum(item.arguments[0]) == 13824
+        filled = width == 512 or (width == 256 and sum(item.arguments[0]) > 2560)
         assert (found[0].template.name == "low_bit_mma_wide") == filled
+
+
+def test_the_shapes_of_the_rule_for_many_rows_have_no_spills():
+    """The largest that the rule gives each shape, with as many blocks as it may ask for."""
+    from bitmtp_tvm.cubin import find_cubins
+    from bitmtp_tvm.nvrtc import compile_cubin
+    from schedules.gpu.low_bit_mma_wide_tile import SHAPES, WideTile, problem
+
+    tiles = [
+        max(
+            (t for n in (1, 2, 3) if not problem(t := WideTile(*s, 3, n))), key=lambda t: t.resident
+        )
+        for s in SHAPES
+    ]
+    item = linear((2560,), 6912, True, 512)
+    items = [replace(item, tile=("low_bit_mma_wide", *astuple(tile))) for tile in tiles]
+    text = gpu_kernels.cuda_text(items, gpu_kernels.target_for("sm_86"))
+    for arch in ARCHES:
+        (found,) = find_cubins(compile_cubin(text, arch)[0])
+        assert {k.name: k.stack_bytes for k in found.kernels} == {k.name: 0 for k in found.kernels}
+        assert len(found.kernels) == len(SHAPES)

@@ -36,8 +36,9 @@ def _scores(plan: Plan, sizes: Sizes):
         low, high = masks[tile * MASK_WORDS], masks[tile * MASK_WORDS + 1]
         word = T.Select(slot - boundary < 32, low, high)
         bit = T.shift_right(word, T.Cast("uint32", T.bitwise_and(slot - boundary, 31)))
-        marked = T.bitwise_and(bit, T.uint32(1)) == T.uint32(1)
-        return T.Or(slot < boundary, T.And(slot < boundary + plan.width, marked))
+        bit = T.Select(slot - boundary < plan.width, T.bitwise_and(bit, T.uint32(1)), T.uint32(0))
+        # Choices of words: what "and" and "or" skip would be branches.
+        return T.Select(slot < boundary, T.uint32(1), bit) == T.uint32(1)
 
     @T.macro
     def dot_products(queries, keys, dot, first, lane):
@@ -60,12 +61,20 @@ def _scores(plan: Plan, sizes: Sizes):
                     )
 
     @T.macro
-    def mask(dot, score, rows, masks, tile, i, slot, boundary):
+    def join_terms(dot, score, tile, i):
+        for n in T.unroll(GROUPS):
+            for e in T.unroll(2):
+                score[tile * 4 + n * 2 + e] = add(
+                    dot[(i * GROUPS + n) * 4 + e], dot[(i * GROUPS + n) * 4 + 2 + e]
+                )
+
+    @T.macro
+    def mask(score, rows, masks, tile, slot, boundary):
         for n in T.unroll(GROUPS):
             for e in T.unroll(2):
                 score[tile * 4 + n * 2 + e] = T.Select(
                     sees(rows, masks, tile, slot + n * PAIRS + e, boundary),
-                    add(dot[(i * GROUPS + n) * 4 + e], dot[(i * GROUPS + n) * 4 + 2 + e]),
+                    score[tile * 4 + n * 2 + e],
                     constant(NEG_INF),
                 )
 
@@ -87,16 +96,19 @@ def _scores(plan: Plan, sizes: Sizes):
         for part in T.unroll(tiles // at_once):
             dot_products(queries, keys, dot, part * at_once, lane)
             for i in T.unroll(at_once):
-                mask(
-                    dot,
-                    score,
-                    rows,
-                    masks,
-                    part * at_once + i,
-                    i,
-                    slot + warp * STEP + lane % 4 * 2,
-                    boundary,
-                )
+                join_terms(dot, score, part * at_once + i, i)
+            # All pairs see the slots before the step's own.
+            if slot + SLOTS > boundary:
+                for i in T.unroll(at_once):
+                    mask(
+                        score,
+                        rows,
+                        masks,
+                        part * at_once + i,
+                        slot + warp * STEP + lane % 4 * 2,
+                        boundary,
+                    )
+            for i in T.unroll(at_once):
                 largest(score, highest, part * at_once + i, warp, lane)
 
     return scores
@@ -115,12 +127,11 @@ def _weights(tiles: int):
         for i in T.unroll(WARPS):
             top[tile] = T.max(top[tile], high[i])
         shrink[tile] = exp(shrink[tile] - top[tile])
+        # All exponentials first: as a part of the choice each would be a branch of its own.
         for i in T.unroll(4):
-            share[i] = T.Select(
-                score[tile * 4 + i] != constant(NEG_INF),
-                exp(score[tile * 4 + i] - top[tile]),
-                T.float32(0),
-            )
+            share[i] = exp(score[tile * 4 + i] - top[tile])
+        for i in T.unroll(4):
+            share[i] = T.Select(score[tile * 4 + i] != constant(NEG_INF), share[i], T.float32(0))
         split(share, terms, 0)
         weights[span(((tile * STEPS + warp) * WARP + lane) * WORDS, WORDS)] = terms[span(0, WORDS)]
 
@@ -157,8 +168,14 @@ def _arrange(sizes: Sizes):
     return arrange
 
 
+def norm_warp(tile):
+    """Which warp has the norms of a group of pairs: all warps have as much to do."""
+    return tile % WARPS
+
+
 def _mix(sizes: Sizes, may_break: bool):
-    """A macro that adds a turn's values to a warp's sums; the first warp adds up the weights."""
+    """A macro that adds a turn's values to a warp's sums; the weights of a group of pairs are added
+    up by the warp that `norm_warp` names."""
     columns, value = sizes.runs * sizes.value, sizes.value
 
     @T.macro
@@ -213,7 +230,7 @@ def _mix(sizes: Sizes, may_break: bool):
                 ]
             weighted(dot, a, values)
             add_values(dot, acc, shrink[tile], tile)
-            if warp == 0:
+            if warp == norm_warp(tile):
                 add_weights(dot, a, norm, shrink[tile], tile)
             if may_break:
                 if marks[0] != T.uint32(0):

@@ -17,7 +17,7 @@ from schedules.gpu.attention_fragments import (
     fitting,
     serves,
 )
-from schedules.gpu.attention_mma import begin_with, start_chain, turn_of
+from schedules.gpu.attention_mma import begin_with, norm_warp, start_chain, turn_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
 from schedules.gpu.thread import WARP, ceil_div, span
 from schedules.space import Card, Template
@@ -86,7 +86,7 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
 
     @T.macro
     def store_pair(tops, norms, mixed, top, norm, acc, row, head, chain, warp, lane, tile):
-        if (warp == 0) and (lane % 4 == 0):
+        if (warp == norm_warp(tile)) and (lane % 4 == 0):
             tops[row, head, chain] = top[tile]
             norms[row, head, chain] = norm[tile]
         for i in T.unroll(held // piece):

@@ -18,7 +18,7 @@ from schedules.gpu.attention_fragments import (
     fitting,
     serves,
 )
-from schedules.gpu.attention_mma import CHAINS, begin_with, fold, start_chain, turn_of
+from schedules.gpu.attention_mma import CHAINS, begin_with, fold, norm_warp, start_chain, turn_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
 from schedules.gpu.thread import WARP, ceil_div, span
 from schedules.space import Card, Template
@@ -30,13 +30,16 @@ def _pairs(work: Workload) -> int:
 
 
 def choose(work: Workload, card: Card) -> MmaTile:
-    """The rule's tile: the largest that leaves every multiprocessor two blocks."""
+    """The rule's tile: the largest that leaves every multiprocessor a block.
+
+    Each block reads all keys and values: of a long context, more blocks wait for the L2.
+    """
     tiles = fitting(_pairs(work))
     kv_heads = work.shapes[1][1]
     busy = [
         tile
         for tile in tiles
-        if kv_heads * ceil_div(_pairs(work), tile.pairs) >= 2 * card.multiprocessors
+        if kv_heads * ceil_div(_pairs(work), tile.pairs) >= card.multiprocessors
     ]
     return busy[-1] if busy else tiles[0]
 
@@ -98,7 +101,7 @@ def _chains(plan: Plan, sizes: Sizes):
 
 
 def _finish(plan: Plan, sizes: Sizes):
-    """A macro that divides a block's sums by its norms, which the first warp has."""
+    """A macro that divides a block's sums by its norms, which one warp has."""
     tiles, held, head_dim = sizes.tiles, sizes.held, sizes.head_dim
 
     @T.macro
@@ -116,7 +119,7 @@ def _finish(plan: Plan, sizes: Sizes):
     def finish(whole, highest, out, kv, first, warp, lane):
         T.tvm_storage_sync("shared")
         for tile in T.unroll(tiles):
-            if (warp == 0) and (lane % 4 == 0):
+            if (warp == norm_warp(tile)) and (lane % 4 == 0):
                 highest[tile * PAIRS + lane // 4] = whole[1][tile]
         T.tvm_storage_sync("shared")
         for tile in T.unroll(tiles):

@@ -2,131 +2,41 @@
 
 Here every product is made at full speed or not at all: a block's warps go through all of K
 together. The activations of a block of K come into shared memory some turns before they are needed,
-and serve all row tiles; weights go from memory to registers, and serve all token tiles of a warp.
+and serve all row tiles; weights go from the L2 to registers, and serve all token tiles of a warp.
+Memory takes longer to answer than a turn, so that the L2 asks it for them several turns before.
 The sums are exact, so that a row's result is that of schedules/gpu/low_bit_mma.py, bit for bit.
 """
-
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from itertools import product
 
 from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.gpu.linear import linear_kernel
-from schedules.gpu.low_bit_mma_tile import RESIDENT_THREADS, limit
-from schedules.gpu.low_bit_mma_warp import (
-    CODES,
-    K_BLOCK,
-    LOADS,
-    ROWS,
-    STEPS,
-    SUMS,
-    TOKENS,
-    WORDS,
-)
+from schedules.gpu.low_bit_mma_warp import CODES, K_BLOCK, LOADS, ROWS, STEPS, SUMS, TOKENS, WORDS
+from schedules.gpu.low_bit_mma_wide_tile import WideTile, candidates, choose, fills, problem, serves
 from schedules.gpu.thread import (
-    MAX_THREADS,
-    STATIC_SHARED_BYTES,
     WARP,
     add,
     ceil_div,
     let_others_start,
-    load_weights,
     mul,
     overlaps,
     rolled,
     span,
     wait_for_others,
 )
-from schedules.space import Card, Template
+from schedules.space import Template
 from schedules.workload import Workload, segment_scale
 
-# Fewer rows are left to kernels that split K.
-LEAST_ROWS = 65
+# Turns between asking for weights and their use.
+WEIGHTS_AHEAD = 6
+# Warps with the same row tiles ask for the same weights: the nearest cache answers all but one.
+SHARED_WEIGHTS = "ld.weak.global.L2::128B.v4.u32"
 # 16-byte pieces of an activation row in a block of K, and words of one.
 PIECES = K_BLOCK // 16
 PIECE = 4
 ROW_WORDS = PIECES * PIECE
-OTHER_REGISTERS = 40
-MOST_SUMS = 128
-
-
-@dataclass(frozen=True)
-class WideTile:
-    """What one block computes: `row_warps` x `token_warps` warps have `row_tiles` tiles of 16 rows
-    and `token_tiles` of 8 tokens each.
-
-    stages: blocks of K whose activations have room in shared memory; resident: blocks that a
-    multiprocessor must have registers for.
-    """
-
-    row_warps: int
-    token_warps: int
-    row_tiles: int
-    token_tiles: int
-    stages: int
-    resident: int
-
-    @property
-    def threads(self) -> int:
-        return self.row_warps * self.token_warps * WARP
-
-    @property
-    def block_tiles(self) -> int:
-        """Row tiles of a block."""
-        return self.row_warps * self.row_tiles
-
-    @property
-    def tokens(self) -> int:
-        """Activation rows of a block."""
-        return self.token_warps * self.token_tiles * TOKENS
-
-    @property
-    def sums(self) -> int:
-        """Accumulators of a lane."""
-        return self.row_tiles * self.token_tiles * SUMS
-
-
-def problem(tile: WideTile) -> str:
-    """Why a tile fits nowhere; "" if it does."""
-    if min(astuple(tile)) < 1 or tile.stages < 2:
-        return "no tile has these numbers"
-    if tile.threads > MAX_THREADS or tile.threads * tile.resident > RESIDENT_THREADS:
-        return "too many threads"
-    shared = tile.stages * tile.tokens * K_BLOCK
-    if shared > STATIC_SHARED_BYTES or tile.sums > MOST_SUMS:
-        return "too many activations"
-    words = (2 * tile.row_tiles + tile.token_tiles) * WORDS
-    if tile.sums + words + OTHER_REGISTERS > limit(tile.threads, tile.resident):
-        return "too many registers"
-    return ""
-
-
-def choose(work: Workload, card: Card) -> WideTile:
-    """The rule's tile: that whose blocks leave the fewest multiprocessors without work."""
-    shapes = [(2, 2, 4, 8), (2, 2, 2, 8), (4, 2, 1, 8), (2, 4, 2, 4), (2, 2, 2, 4), (2, 2, 1, 4)]
-    return min((WideTile(*s, 3, 2) for s in shapes), key=lambda tile: _turns(work, tile, card))
-
-
-def _turns(work: Workload, tile: WideTile, card: Card) -> float:
-    """Sums that the busiest multiprocessor makes; of small tiles each costs more."""
-    grid = ceil_div(work.shapes[3][0], tile.block_tiles) * ceil_div(work.width, tile.tokens)
-    sums = tile.block_tiles * ROWS * tile.tokens
-    loads = 1 / (tile.row_tiles * 2) + 1 / tile.token_tiles
-    return ceil_div(grid, card.multiprocessors) * sums * (1 + loads)
-
-
-def candidates(work: Workload, card: Card) -> list[WideTile]:
-    """Tiles worth measuring, those first that promise the most."""
-    found = sorted(_variants(), key=lambda tile: _turns(work, tile, card))
-    fitting = [tile for tile in found if not problem(tile) and tile.tokens < work.width + 64]
-    return fitting[:64]
-
-
-def _variants() -> Iterator[WideTile]:
-    numbers = product((1, 2, 4, 5), (1, 2, 4), (1, 2, 4), (4, 8), (2, 3, 4), (1, 2))
-    return (tile for tile in (WideTile(*n) for n in numbers) if 4 <= tile.threads // WARP <= 16)
+# Of 32 bytes: of a tile of weights.
+SECTORS = WARP * 4 * WORDS // 32
 
 
 def _template(work: Workload, tile: WideTile, early: bool) -> tirx.PrimFunc:
@@ -180,13 +90,31 @@ def _template(work: Workload, tile: WideTile, early: bool) -> tirx.PrimFunc:
     @T.macro
     def load(weight, words, first_tile, block, lane):
         for r in T.unroll(row_tiles):
-            load_weights(
-                words,
-                r * WORDS,
+            T.ptx[SHARED_WEIGHTS](
+                words[r * WORDS],
+                words[r * WORDS + 1],
+                words[r * WORDS + 2],
+                words[r * WORDS + 3],
                 T.address_of(
                     weight[present(first_tile + r, tiles), present(block, blocks), lane, 0]
                 ),
             )
+
+    @T.macro
+    def announce(weight, first_tile, block, thread):
+        """Have the L2 fetch what the block's `load` will ask for, a sector a thread."""
+        for i in T.unroll(ceil_div(tile.block_tiles * SECTORS, tile.threads)):
+            if (block < blocks) and (i * tile.threads + thread < tile.block_tiles * SECTORS):
+                T.ptx["prefetch.global.L2"](
+                    T.address_of(
+                        weight[
+                            present(first_tile + (i * tile.threads + thread) // SECTORS, tiles),
+                            present(block, blocks),
+                            thread % SECTORS * (WARP // SECTORS),
+                            0,
+                        ]
+                    )
+                )
 
     @T.macro
     def product_into(acc, at, a, held, first):
@@ -234,6 +162,7 @@ def _template(work: Workload, tile: WideTile, early: bool) -> tirx.PrimFunc:
     def one_turn(q, weight, x, words, later, acc, first_tile, first_token, block, thread):
         T.ptx["cp.async.wait_group"](stages - 2)
         T.tvm_storage_sync("shared")
+        announce(weight, first_tile, block + WEIGHTS_AHEAD, thread)
         copy(q, x, first_token, block + stages - 1, thread)
         load(weight, later, own_tile(first_tile, thread), block + 1, thread % WARP)
         multiply(x, words, acc, block, own_token(thread), thread % WARP)
@@ -300,6 +229,8 @@ def _template(work: Workload, tile: WideTile, early: bool) -> tirx.PrimFunc:
             if early:
                 let_others_start()
             load(weight, words, own_tile(first_tile, thread), 0, thread % WARP)
+            for block in T.unroll(WEIGHTS_AHEAD - 1):
+                announce(weight, first_tile, block + 1, thread)
             if early:
                 wait_for_others()
             for i in T.unroll(tile.sums):
@@ -313,15 +244,6 @@ def _template(work: Workload, tile: WideTile, early: bool) -> tirx.PrimFunc:
     return linear_kernel(work, tile.threads, tile.block_tiles, tile.tokens, one_block)
 
 
-def _serves(work: Workload) -> bool:
-    return work.settings["format"] == "bitnet-ternary" and work.width >= LEAST_ROWS
-
-
-def _fills(work: Workload, card: Card) -> bool:
-    """Whether there are blocks for most multiprocessors without splitting K."""
-    return work.shapes[3][0] / 4 * work.width / 128 >= 0.75 * card.multiprocessors
-
-
 def _serving(name: str, serves) -> Template:
     return Template(
         name=name,
@@ -333,8 +255,8 @@ def _serving(name: str, serves) -> Template:
     )
 
 
-TEMPLATE = _serving("low_bit_mma_wide", lambda work, card: _serves(work) and _fills(work, card))
+TEMPLATE = _serving("low_bit_mma_wide", lambda work, card: serves(work) and fills(work, card))
 # Behind the template that splits K, whose tile is the rule's.
 SOME_ROWS = _serving(
-    "low_bit_mma_wide_some", lambda work, card: _serves(work) and not _fills(work, card)
+    "low_bit_mma_wide_some", lambda work, card: serves(work) and not fills(work, card)
 )

@@ -19,8 +19,8 @@ REQUEST_SECONDS = 30
 LAUNCHES, REPEATS = 3, 10
 INSTALL = "pip install -e '.[tune]' in the checkout of this package"
 
-# What TVM calls to empty the caches in front of a run, by kind of device. Its runtime has nothing of
-# that kind for CUDA: there weights that fit the L2 come from it.
+# What TVM calls to empty the caches in front of a run, by kind of device. Its runtime has nothing
+# of that kind for CUDA: there weights that fit the L2 come from it.
 FLUSH = {"cuda": "", "llvm": "cache_flush_cpu_non_first_arg"}
 
 OK, WRONG, FAILED, CRASHED = "ok", "wrong", "failed", "crashed"

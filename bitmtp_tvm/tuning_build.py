@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -75,17 +76,19 @@ def build_all(
     batches = [list(wanted[at : at + batch]) for at in range(0, len(wanted), batch)]
 
     def one(items: list[Wanted]) -> list[Built]:
-        found = _build_batch(items, target, directory)
+        found = _build_batch(items, target, directory, compilers)
         if progress:
             progress(len(items))
         return found
 
+    compilers = Compilers()
     with ThreadPoolExecutor(jobs) as pool:
         try:
             built = [item for found in pool.map(one, batches) for item in found]
         except BaseException:
-            # What has not begun never will.
+            # What has not begun never will, and what runs is not worth waiting for.
             pool.shutdown(wait=False, cancel_futures=True)
+            compilers.stop()
             raise
     for item in built:
         if item.wanted.rule and item.candidate is None:
@@ -93,12 +96,14 @@ def build_all(
     return built
 
 
-def _build_batch(items: list[Wanted], target: "Target", directory: Path) -> list[Built]:
+def _build_batch(
+    items: list[Wanted], target: "Target", directory: Path, compilers: "Compilers"
+) -> list[Built]:
     text = job_text(items, target)
     name = f"kernels-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     report = directory / f"{name}.json"
     if not (report.exists() and (directory / f"{name}.so").exists()):
-        fault = _run_job(text, directory / name, len(items))
+        fault = compilers.run(text, directory / name, len(items))
         if fault and len(items) == 1:
             return [Built(items[0], None, fault)]
         if fault:
@@ -106,7 +111,7 @@ def _build_batch(items: list[Wanted], target: "Target", directory: Path) -> list
             return [
                 built
                 for part in (items[:half], items[half:])
-                for built in _build_batch(part, target, directory)
+                for built in _build_batch(part, target, directory, compilers)
             ]
     return list(_read_report(items, report, f"{name}.so"))
 
@@ -131,24 +136,52 @@ def job_text(items: Sequence[Wanted], target: "Target") -> str:
     return json.dumps(job, sort_keys=True)
 
 
-def _run_job(text: str, out: Path, kernels: int) -> str:
-    """Build one library; returns what went wrong, or nothing."""
-    command = [sys.executable, "-m", "bitmtp_tvm.tuning_build", str(out)]
-    try:
-        done = subprocess.run(
-            command,
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS + SECONDS_A_KERNEL * kernels,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return HANGS
-    if done.returncode == 0:
-        return ""
-    lines = done.stderr.strip().splitlines()
-    return f"{FAILS}: {lines[-1][:200]}" if lines else f"{FAILS} (exit {done.returncode})"
+class Compilers:
+    """The processes that build, which an interrupt ends. They are in sessions of their own, so that
+    one at the terminal reaches them from here alone, and none of them looks like a failure."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, text: str, out: Path, kernels: int) -> str:
+        """Build one library; returns what went wrong, or nothing. Raises `KeyboardInterrupt` once
+        `stop` was called."""
+        process = self._start([sys.executable, "-m", "bitmtp_tvm.tuning_build", str(out)])
+        try:
+            _, err = process.communicate(text, SECONDS + SECONDS_A_KERNEL * kernels)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            return HANGS
+        finally:
+            with self._lock:
+                self._running.discard(process)
+        if self._stopped:
+            raise KeyboardInterrupt
+        if process.returncode == 0:
+            return ""
+        lines = err.strip().splitlines()
+        return f"{FAILS}: {lines[-1][:200]}" if lines else f"{FAILS} (exit {process.returncode})"
+
+    def _start(self, command: list[str]) -> "subprocess.Popen[str]":
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._stopped:
+                raise KeyboardInterrupt
+            process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            )
+            self._running.add(process)
+        return process
+
+    def stop(self) -> None:
+        """End what runs, and let nothing begin."""
+        with self._lock:
+            self._stopped = True
+            for process in self._running:
+                process.kill()
 
 
 def _read_report(items: Sequence[Wanted], report: Path, library: str) -> Iterator[Built]:

@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from bitnet_checkpoint import WIDE, write_checkpoint
@@ -132,7 +134,7 @@ def test_a_compiler_that_fails_costs_one_kernel(model, tmp_path, monkeypatch):
     items = wanted(8, model)
     bad = items[5].function
 
-    def run_job(text, out, kernels):
+    def run_job(self, text, out, kernels):
         if bad in text:
             return "does not compile: a crash"
         out.with_name(f"{out.name}.so").write_bytes(b"")
@@ -141,13 +143,28 @@ def test_a_compiler_that_fails_costs_one_kernel(model, tmp_path, monkeypatch):
         out.with_name(f"{out.name}.json").write_text(f"{{{report}}}")
         return ""
 
-    monkeypatch.setattr(tuning_build, "_run_job", run_job)
+    monkeypatch.setattr(tuning_build.Compilers, "run", run_job)
     built = build_all(items, get_target("h200"), tmp_path)
     assert [item.wanted.function for item in built if item.candidate is None] == [bad]
     assert {item.candidate.registers for item in built if item.candidate} == {40}
     ruled = [Wanted(i.task, i.template, i.arguments, True) for i in items]
     with pytest.raises(BitMTPError, match="does not compile: a crash"):
         build_all(ruled, get_target("h200"), tmp_path)
+
+
+def test_an_interrupt_ends_what_compiles_and_nothing_begins_again(tmp_path, monkeypatch):
+    compilers = tuning_build.Compilers()
+    start, sleeper = compilers._start, [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(compilers, "_start", lambda command: start(sleeper))
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(compilers.run, "", tmp_path / "kernels", 1)
+        while not compilers._running:
+            time.sleep(0.01)
+        compilers.stop()
+        with pytest.raises(KeyboardInterrupt):
+            running.result(timeout=60)
+    with pytest.raises(KeyboardInterrupt):
+        compilers.run("", tmp_path / "kernels", 1)
 
 
 def test_a_kernel_that_spills_is_no_candidate_and_the_rule_s_stays(model, tmp_path):

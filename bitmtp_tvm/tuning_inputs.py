@@ -183,7 +183,8 @@ def _rope_attention_parts(task: "Task", kind: str) -> Inputs:
     table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
     cache = np.zeros(cache_shape, np.float16)
     cache[:, :, :boundary] = rng.normal(size=(2, cache_shape[1], boundary, head_dim))
-    norms, normed = [], qkv
+    norms: list[np.ndarray] = []
+    normed = qkv
     if "eps" in task.settings:
         norms = [rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2)]
         normed = qk_norm(qkv, norms[0], norms[1], heads, float(task.settings["eps"]))
@@ -194,7 +195,8 @@ def _rope_attention_parts(task: "Task", kind: str) -> Inputs:
     written[1, :, boundary:] = rows[:, keys:].transpose(1, 0, 2)
     seen = np.tri(width, dtype=bool)
     expected = attention(turned[:, :heads], written[0], written[1], boundary, seen)
-    arguments = [qkv, *norms, position, np.array([boundary], np.int32), table, cache]
+    at = np.array([boundary], np.int32)
+    arguments = [qkv, *norms, position, at, table, cache]
     return _in_parts(task, arguments, boundary, expected)
 
 

@@ -71,7 +71,8 @@ def embed(vocab_size: int, hidden_size: int) -> tirx.PrimFunc:
 
 
 def rms_norm(x: te.Tensor, weight: te.Tensor, eps: float) -> te.Tensor:
-    """x / sqrt(mean(x²) + eps) · weight, row by row."""
+    """x / sqrt(mean(x²) + eps) · weight, row by row; rules multiply by the weight first, which a
+    largest magnitude can be told of before the sum is known."""
     rows, size = x.shape
     square = sum_over((rows,), size, lambda i, k: x[i, k] * x[i, k], "square")
     mean = te.compute((rows,), lambda i: square[i] / tirx.const(int(size), "float32"), "mean")

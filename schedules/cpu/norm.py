@@ -144,8 +144,8 @@ def _normed(work: Workload, load) -> tirx.PrimFunc:
                 for k in range(steps):
                     values[span(k * lanes, lanes)] = (
                         values[span(k * lanes, lanes)]
-                        * splat(inverse[0], lanes)
                         * weight[span(k * lanes, lanes)]
+                        * splat(inverse[0], lanes)
                     )
                 quantize_row(values, q, scale, total, row)
 
@@ -265,8 +265,8 @@ def final_norm(
                     for k in range(steps):
                         normed[vi, span(k * lanes, lanes)] = (
                             x[logit_rows[vi], span(k * lanes, lanes)]
-                            * splat(inverse[0], lanes)
                             * weight[span(k * lanes, lanes)]
+                            * splat(inverse[0], lanes)
                         )
 
     return func

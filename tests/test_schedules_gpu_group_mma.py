@@ -34,13 +34,13 @@ def test_kernels_compile_without_spills(source, arch):
     assert max(k.shared_bytes for k in found.kernels) <= 20 * 1024
 
 
-def test_an_mma_is_used_from_three_rows_on():
+def test_an_mma_is_used_from_two_rows_on():
     form, target = "ternary-g128", gpu_kernels.target_for("sm_86")
     for width in (1, 2, 3, 130):
         text = gpu_kernels.cuda_text([group_linear((40,), 512, False, form, width)], target)
         body = text.split("__global__")[-1]
-        assert ("mma_int_sync_aligned_m16n8k32" in body) == (width >= 3)
-        assert ("__dp4a(" in body) == (width < 3)
+        assert ("mma_int_sync_aligned_m16n8k32" in body) == (width >= 2)
+        assert ("__dp4a(" in body) == (width < 2)
 
 
 def test_tiles_fit_any_shape_and_the_sum_hangs_on_the_groups_alone():

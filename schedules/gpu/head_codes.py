@@ -64,7 +64,10 @@ def choose_tile(width: int) -> CodeTile:
     # tiles of tokens more loads under way were worth more than sharing.
     if tiles == 2:
         return CodeTile(4, 2, tiles, 8)
-    return CodeTile(4, 4, tiles, 4 if tiles <= 4 else 2)
+    if tiles <= 4:
+        return CodeTile(4, 4, tiles, 4)
+    # Four tiles of the table would be faster still, but for two registers too many.
+    return CodeTile(4, 3, tiles, 2)
 
 
 def head_codes(

@@ -159,6 +159,7 @@ def test_shards_hold_what_one_file_holds(case, tmp_path):
 
 
 def test_gradients_take_the_rounding_for_the_identity():
+    torch.manual_seed(0)
     x = torch.randn(7, 40, requires_grad=True)
     latents = [torch.randn(n, 40, requires_grad=True) for n in (5, 9)]
     (low_bit.matrix_linear(x, latents, torch.float32) * torch.arange(14)).sum().backward()
@@ -166,7 +167,7 @@ def test_gradients_take_the_rounding_for_the_identity():
     parts = [low_bit.ternary_matrix(latent.detach()) for latent in latents]
     table = torch.cat([signs * unit for signs, unit in parts])
     dy = torch.arange(14.0).expand(7, 14)
-    assert torch.allclose(x.grad, dy @ table, rtol=1e-5)
+    assert torch.allclose(x.grad, dy @ table, rtol=1e-5, atol=1e-4)
     into = dy.T @ (codes * scale)
     assert torch.allclose(
         torch.cat([latent.grad for latent in latents]), into, rtol=1e-5, atol=1e-4

@@ -71,6 +71,7 @@ class Run:
         self.schedule = Schedule(options.schedule, options.lr, options.warmup, options.decay)
         self.budget = Budget(options.tokens, options.minutes)
         self.step = self.window = 0
+        self.reported = 0, 0.0
         self.measures: Measures | None = None
         self.measured_at = -1
         if self.before is not None:
@@ -151,6 +152,7 @@ class Run:
         place = state["place"]
         self.step, self.window = place.step, place.window
         self.budget.tokens, self.budget.seconds = place.tokens, place.seconds
+        self.reported = place.tokens, place.seconds
 
     def go(self) -> Result:
         """Steps until the budget is spent or the pause comes."""
@@ -233,11 +235,12 @@ class Run:
     def _report(self, logs: Logs | None, gathered: list[Tensor]) -> None:
         if logs is not None:
             loss, ntp, ce, kl, norm = torch.stack(gathered).mean(0).tolist()
-            budget = self.budget
+            budget, (tokens, seconds) = self.budget, self.reported
+            speed = (budget.tokens - tokens) / max(budget.seconds - seconds, 1e-9)
             logs.step(
                 {
                     **self._place(),
-                    "tokens_per_second": budget.tokens / max(budget.seconds, 1e-9),
+                    "tokens_per_second": speed,
                     "lr": self.rate,
                     "grad_norm": norm,
                     "loss": loss,
@@ -247,6 +250,7 @@ class Run:
                 },
                 budget.tokens if budget.most_tokens else budget.seconds,
             )
+        self.reported = self.budget.tokens, self.budget.seconds
         gathered.clear()
 
     def _place(self) -> dict[str, Any]:

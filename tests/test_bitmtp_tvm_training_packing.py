@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from bitmtp_tvm.training.measures import batch_sums, measures_of
 from bitmtp_tvm.training.model import attend
-from bitmtp_tvm.training.objective import Weights, joint_loss
+from bitmtp_tvm.training.objective import Heads, Weights, joint_loss
 from bitmtp_tvm.training.packing import FLEX_BLOCK, document_numbers, pack
 
 KINDS = ("causal", "bidirectional")
@@ -168,13 +168,22 @@ def test_the_loss_is_the_formula(kl):
 
 
 def test_the_teacher_gets_no_gradient():
-    """With KL alone the clean rows' own states move nothing: only the mask rows' do."""
-    tokens = text()
-    model, packed = model_of(BITNET), packed_of(tokens)
-    with_masks = joint_loss(model, packed, Weights(1.0, 0.85, True))
-    (with_masks.total - joint_loss(model, packed, Weights(0.0)).total).backward()
-    got = model.model.embed_tokens.weight.grad[MASK]
-    assert got.abs().sum() > 0
+    model = model_of(BITNET)
+    hidden, teachers = (torch.randn(1, 6, 40, requires_grad=True) for _ in range(2))
+    targets = torch.arange(6).view(1, 2, 3)
+    sums = Heads(model).masks(hidden, teachers, targets, torch.ones(1, 2, 3))
+    sums[1].backward()
+    assert hidden.grad.abs().sum() > 0
+    assert teachers.grad is None
+
+
+def test_pieces_of_the_rows_sum_up_to_all_of_them(monkeypatch):
+    model, packed = model_of(BITNET), packed_of(text())
+    whole = joint_loss(model, packed, Weights())
+    monkeypatch.setattr("bitmtp_tvm.training.objective._LOGITS", 259 * 7)
+    pieces = joint_loss(model, packed, Weights())
+    assert pieces.total.item() == pytest.approx(whole.total.item(), rel=1e-5)
+    assert pieces.mask_kl.item() == pytest.approx(whole.mask_kl.item(), rel=1e-4)
 
 
 def test_no_anchors_is_the_next_token_alone():

@@ -60,7 +60,7 @@ class Run:
     def __init__(self, options: TrainOptions, here: World) -> None:
         self.options, self.here = options, here
         self.output = Path(str(options.output))
-        self.before = self._earlier()
+        before = self._earlier()
         self.source = find_source(options)
         self._prepare_data()
         self.decoder = make_model(options, self.source, here)
@@ -74,9 +74,8 @@ class Run:
         self.reported = 0, 0.0
         self.measures: Measures | None = None
         self.measured_at = -1
-        if self.before is not None:
-            self._restore(self.before)
-        self.before = None
+        if before is not None:
+            self._restore(before)
         self.keeper = Keeper(
             options, here, self.source, self.decoder, self.model, self.optimizers, self.average
         )

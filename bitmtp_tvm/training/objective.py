@@ -106,21 +106,19 @@ class Heads:
 
     def next(self, hidden: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Σ weight · CE over hidden `(B, L, H)`, targets and weights `(B, L)`."""
-        return self._summed(self._next, hidden.flatten(0, 1), targets, weights)
+        rows = hidden.flatten(0, 1), targets.flatten(), weights.flatten()
+        return self._summed(self._next, *rows)
 
     def masks(self, hidden: Tensor, teachers: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """Σ weight · CE and Σ weight · KL `(2,)`: hidden, teachers `(B, A·K, H)`."""
-        rows = teachers.flatten(0, 1)
-        return self._summed(self._masks, hidden.flatten(0, 1), rows, targets, weights)
+        rows = hidden.flatten(0, 1), teachers.flatten(0, 1), targets.flatten(), weights.flatten()
+        return self._summed(self._masks, *rows)
 
-    def _summed(self, piece: Callable[..., Tensor], hidden: Tensor, *others: Tensor) -> Tensor:
-        flat = [
-            hidden,
-            *(t if t.ndim == 2 and len(t) == len(hidden) else t.flatten() for t in others),
-        ]
-        pieces = -(-len(hidden) // self._rows)
-        size = -(-len(hidden) // pieces)
-        parts = zip(*(t.split(size) for t in flat), strict=True)
+    def _summed(self, piece: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """The sum of `piece` over all rows, a part of them at a time."""
+        count = len(rows[0])
+        size = -(-count // -(-count // self._rows))
+        parts = zip(*(part.split(size) for part in rows), strict=True)
         sums = [checkpoint(piece, *part, use_reentrant=False) for part in parts]
         return torch.stack(sums).sum(0)
 

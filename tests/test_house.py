@@ -11,6 +11,7 @@ from bitmtp_tvm import compile as compile_command
 from bitmtp_tvm import evaluate as evaluate_command
 from bitmtp_tvm import generate as generate_command
 from bitmtp_tvm import trace as trace_command
+from bitmtp_tvm import train as train_command
 from bitmtp_tvm import tune as tune_command
 from bitmtp_tvm.targets import TARGETS
 
@@ -212,6 +213,7 @@ def test_the_readme_lists_every_target():
         bench_command,
         trace_command,
         evaluate_command,
+        train_command,
         tune_command,
     ],
 )

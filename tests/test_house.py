@@ -220,7 +220,7 @@ def test_the_readme_lists_every_target():
 def test_the_readme_lists_every_option(command, capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    options = re.findall(r"^  (-[^ ,]+)", capsys.readouterr().out, re.MULTILINE)
+    options = re.findall(r"^  (-[^ ,\n]+)", capsys.readouterr().out, re.MULTILINE)
     assert sorted(table_of(f"### `python -m {command.__name__}`")) == sorted(set(options) - {"-h"})
 
 

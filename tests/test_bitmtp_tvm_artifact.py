@@ -109,7 +109,7 @@ def test_a_manifest_of_another_format_version(copy, capsys) -> None:
     (directory / "manifest.json").write_text(
         text.replace('"format_version": 3', '"format_version": 9')
     )
-    assert "format version 9 instead of 3" in refusal(directory, capsys)
+    assert "format version 9 instead of 4" in refusal(directory, capsys)
 
 
 def test_an_orin_artifact_on_a_server(made, monkeypatch, capsys) -> None:

@@ -17,7 +17,7 @@ from bitmtp_tvm.modes import LAYOUTS
 # What can be measured, and the options that go with each.
 PARTS = {
     "steps": ("fill", "plot"),
-    "kernels": ("fill",),
+    "kernels": ("fill", "plot", "before"),
     "modes": ("prompts", "max_new_tokens", "block_sizes", "layouts"),
 }
 
@@ -35,6 +35,7 @@ class BenchOptions:
     modes: bool = False
     fill: int | None = None
     plot: Path | None = None
+    before: Path | None = None
     prompts: Path | None = None
     max_new_tokens: int | None = None
     block_sizes: tuple[int, ...] | None = None
@@ -81,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-graph", dest="graph", action="store_false", help="launch kernels without CUDA graphs"
     )
     parser.add_argument("--verbose", action="store_true", help="show tracebacks")
-    _add_steps(parser.add_argument_group("with --steps, --fill with --kernels too"))
+    _add_steps(parser.add_argument_group("with --steps and --kernels"))
     _add_modes(parser.add_argument_group("with --modes"))
     return parser
 
@@ -95,6 +96,12 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--plot", type=Path, metavar="FILE.png", help="draw the times; needs matplotlib"
+    )
+    group.add_argument(
+        "--before",
+        type=Path,
+        metavar="FILE",
+        help="with --kernels --plot: what an earlier run printed, to be drawn beside",
     )
 
 

@@ -4,19 +4,23 @@ The kernels run out of the artifact's own library on the arguments of a real ste
 layers in turn, so that weights come from memory as they do in a step.
 """
 
+import json
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from bitmtp_tvm.artifact import check_device, open_artifact
 from bitmtp_tvm.bench_steps import measured_facts
+from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.generate import progress_bar
 from bitmtp_tvm.manifest import Manifest
+from bitmtp_tvm.plotting import check_picture, draw_kernel_times
 from bitmtp_tvm.session import Session
 from bitmtp_tvm.step_timing import Bench, check_fill, default_fill, full_state, measure_width
 from bitmtp_tvm.streaming import read_bandwidth
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 
 LEAST_CALLS = 24
 CACHE = "_kv_cache"
+# Operations that read a few rows of a lasting table, not all of it.
+LOOKED_UP = ("head_rescore", "norm_rope_kv_write", "rope_kv_write")
 
 
 @dataclass
@@ -65,6 +71,9 @@ def report_kernels(options: "BenchOptions") -> dict[str, Any]:
     artifact = open_artifact(options.artifact)
     check_device(artifact)
     manifest = artifact.manifest
+    if options.plot:
+        check_picture(options.plot)
+    before = read_report(options.before) if options.before else None
     with progress_bar() as progress:
         session = Session(artifact, progress, graph=options.graph)
     fill = check_fill(session, options.fill or default_fill(manifest.context))
@@ -86,7 +95,7 @@ def report_kernels(options: "BenchOptions") -> dict[str, Any]:
     print(f"  reading memory: {floor:.0f} GB/s, measured with one kernel over more than the caches")
     for line in lines(rows, whole, floor):
         print(line)
-    return {
+    report = {
         "bench": "kernels",
         **facts,
         "artifact": str(artifact.directory),
@@ -94,6 +103,24 @@ def report_kernels(options: "BenchOptions") -> dict[str, Any]:
         "kernels": [shown(row, floor) for row in rows],
         "whole_us": {bucket: round(seconds * 1e6, 2) for bucket, seconds in whole.items()},
     }
+    if options.plot:
+        title = f"{manifest.model} on {facts['device']}, {fill} tokens of context"
+        draw_kernel_times(options.plot, report, before, title)
+        print(f"drawn: {options.plot}")
+    return report
+
+
+def read_report(path: Path) -> dict[str, Any]:
+    """What an earlier run printed last. Raises `UsageError` for anything else."""
+    try:
+        report = json.loads(path.read_text().strip().splitlines()[-1])
+        if report["bench"] == "kernels" and report["whole_us"] and report["kernels"]:
+            return dict(report)
+    except OSError as fault:
+        raise UsageError(f"--before {path} cannot be read: {fault.strerror}") from fault
+    except (ValueError, LookupError, TypeError):
+        pass
+    raise UsageError(f"--before {path} does not end in a report of bench --kernels")
 
 
 def buckets(manifest: Manifest) -> list[tuple[str, str, int]]:
@@ -153,7 +180,7 @@ def moved_bytes(
         size = math.prod(map(int, tensor.shape)) * np.dtype(str(tensor.dtype)).itemsize
         if lasting.endswith(CACHE):
             size = size * fill // manifest.kv.shape[2] if op.startswith("attention") else 0
-        elif lasting and (op.endswith("embed") or op == "rope_kv_write"):
+        elif lasting and (op.endswith("embed") or op in LOOKED_UP):
             size = 0
         total += size
     return total

@@ -98,3 +98,73 @@ def _bars(
             ha="center",
             fontsize=7,
         )
+
+
+# What a bar of a step is made of, from below, and the operations that belong there.
+PARTS = {
+    "linears": (BLUE, ("low_bit_linear",)),
+    "attention": (ORANGE, ("attention",)),
+    "norms and codes": (GREEN, ("norm_quantize", "quantize", "final_norm")),
+    "RoPE and K/V": (SKY, ("rope", "qk_norm")),
+    "head": (PURPLE, ("head",)),
+    "the rest": (MUTED, ("",)),
+}
+
+
+def part_of(op: str) -> str:
+    """The part of a step's bar that an operation belongs to."""
+    for name, (_, words) in PARTS.items():
+        if any(word in op for word in words):
+            return name
+    raise AssertionError
+
+
+def draw_kernel_times(
+    path: Path, report: Mapping[str, Any], before: Mapping[str, Any] | None, title: str
+) -> None:
+    """Bars of the kernels of every decode bucket, each timed alone, by what they do, and a mark for
+    the whole step; of `before`, an earlier report, paler and to the left."""
+    figure = new_figure(9, 4.6)
+    axes = figure.add_subplot()
+    shown = [(before, 0.38, -0.2, 0.45), (report, 0.38, 0.2, 1.0)] if before else []
+    widths = sorted(report["whole_us"], key=lambda name: int(name.removeprefix("step_w")))
+    for one, size, shift, alpha in shown or [(report, 0.6, 0.0, 1.0)]:
+        at = [place + shift for place in range(len(widths))]
+        _stack(axes, at, [_sums(one, width) for width in widths], size, alpha, one is report)
+        whole = [one["whole_us"].get(width, float("nan")) / 1000 for width in widths]
+        label = "whole step" if one is report else "before"
+        face = INK if one is report else WHITE
+        axes.plot(at, whole, "D", color=INK, markerfacecolor=face, markersize=5, label=label)
+    axes.set_xticks(range(len(widths)), [width.removeprefix("step_w") for width in widths])
+    axes.set_xlabel("rows in the step (bucket)")
+    axes.set_ylabel("milliseconds a step")
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left", fontsize=8)
+    figure.tight_layout()
+    save(figure, path)
+
+
+def _sums(report: Mapping[str, Any], bucket: str) -> dict[str, float]:
+    """Milliseconds of each part of a bucket."""
+    sums = dict.fromkeys(PARTS, 0.0)
+    for row in report["kernels"]:
+        if row["bucket"] == bucket:
+            sums[part_of(row["op"])] += row["count"] * row["us"] / 1000
+    return sums
+
+
+def _stack(
+    axes: Any,
+    at: list[float],
+    sums: list[dict[str, float]],
+    size: float,
+    alpha: float,
+    labelled: bool,
+) -> None:
+    base = [0.0] * len(at)
+    for name, (colour, _) in PARTS.items():
+        heights = [one[name] for one in sums]
+        label = name if labelled else None
+        axes.bar(at, heights, size, bottom=base, color=colour, alpha=alpha, label=label)
+        base = [low + height for low, height in zip(base, heights, strict=True)]

@@ -30,6 +30,7 @@ ATTENTION_TOLERANCE = 1e-4
 
 # Slots of the cache that attention is tuned with, as far as the cache goes.
 FILL = 512
+MOST_FILLED = 1024
 VISIBLE_BITS = 32
 
 Results = list[np.ndarray]
@@ -145,12 +146,13 @@ def _attended(task: "Task") -> tuple[list[np.ndarray], np.ndarray]:
     """q, cache and boundary of a step whose rows see what is in front of them, and its result."""
     (width, heads, head_dim), cache_shape = task.shapes[:2]
     boundary = min(FILL, cache_shape[2] - width)
-    rng = np.random.default_rng([width, head_dim])
-    q = rng.normal(size=(width, heads, head_dim)).astype(np.float32)
+    rng = np.random.default_rng(head_dim)
     cache = np.zeros(cache_shape, np.float16)
-    used = boundary + width
-    cache[:, :, :used] = rng.normal(size=(2, cache_shape[1], used, head_dim))
-    keys, values = cache[:, :, :used]
+    # The same for every width: tasks with equal constants share them.
+    filled = min(MOST_FILLED, cache_shape[2])
+    cache[:, :, :filled] = rng.normal(size=(2, cache_shape[1], filled, head_dim))
+    q = rng.normal(size=(width, heads, head_dim)).astype(np.float32)
+    keys, values = cache[:, :, : boundary + width]
     expected = attention(q, keys, values, boundary, np.tri(width, dtype=bool))
     return [q, cache, np.array([boundary], np.int32)], expected
 

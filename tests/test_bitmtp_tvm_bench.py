@@ -246,7 +246,8 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(steps, monkeypa
         (["--steps", "--block-sizes", "4"], "--block-sizes goes with --modes"),
         (["--steps", "--layouts", "chain"], "--layouts goes with --modes"),
         (["--modes", "--fill", "4"], "--fill goes with --steps and --kernels"),
-        (["--modes", "--plot", "t.png"], "--plot goes with --steps"),
+        (["--modes", "--plot", "t.png"], "--plot goes with --steps and --kernels"),
+        (["--steps", "--before", "f"], "--before goes with --kernels"),
     ],
 )
 def test_options_of_the_other_measurement_are_refused(arguments, message, capsys):

@@ -1,5 +1,6 @@
 """`bench --kernels`: what a kernel is said to move, and what the table adds up to."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +8,17 @@ import pytest
 from model_manifest import model
 
 from bitmtp_tvm import bench as command
-from bitmtp_tvm.bench_kernels import Row, buckets, collect, lines, moved_bytes, shown, time_bucket
+from bitmtp_tvm.bench_kernels import (
+    Row,
+    buckets,
+    collect,
+    lines,
+    moved_bytes,
+    read_report,
+    shown,
+    time_bucket,
+)
+from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.timing import HostTimer
 
@@ -111,7 +122,8 @@ def test_every_bucket_is_measured():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--kernels", "--plot", "x.png"], "--plot goes with --steps"),
+        (["--modes", "--plot", "x.png"], "--plot goes with --steps and --kernels"),
+        (["--steps", "--before", "x.txt"], "--before goes with --kernels"),
         (["--kernels", "--prompts", "x"], "--prompts goes with --modes"),
         (["--modes", "--fill", "4"], "--fill goes with --steps and --kernels"),
     ],
@@ -119,3 +131,41 @@ def test_every_bucket_is_measured():
 def test_options_go_with_what_they_are_about(arguments, sentence, capsys):
     assert command.main(["--artifact", "nowhere", *arguments]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_every_operation_has_a_part_of_the_bar():
+    from bitmtp_tvm.plotting import part_of
+
+    found = {
+        op: part_of(op)
+        for op in ("norm_low_bit_linear", "attention_join", "gated_norm_quantize", "head_rescore")
+    }
+    assert list(found.values()) == ["linears", "attention", "norms and codes", "head"]
+    assert part_of("final_norm_codes") == "norms and codes"
+    assert part_of("norm_rope_kv_write") == "RoPE and K/V" and part_of("accept") == "the rest"
+
+
+def test_kernel_times_are_drawn_beside_an_earlier_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    from bitmtp_tvm.plotting import draw_kernel_times
+
+    rows = [Row(f"step_w{w}", "accept", "accept", 1, w * 1e-6, 10) for w in (16, 2)]
+    kernels = [shown(row, 4000.0) for row in rows]
+    report = {"bench": "kernels", "kernels": kernels, "whole_us": {"step_w16": 20, "step_w2": 3}}
+    earlier = tmp_path / "earlier.txt"
+    earlier.write_text("a table\n" + json.dumps(report) + "\n")
+    before = read_report(earlier)
+    assert before == report
+    for name, one in (("alone.png", None), ("both.png", before)):
+        draw_kernel_times(tmp_path / name, report, one, "title")
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "no report", "[]", '{"bench": "steps"}', '{"bench": 1}'])
+def test_what_is_no_report_is_refused(tmp_path, text):
+    path = tmp_path / "earlier.txt"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="does not end in a report"):
+        read_report(path)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_report(tmp_path / "gone")

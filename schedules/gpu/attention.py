@@ -11,6 +11,7 @@ not matter.
 from tvm import tirx
 from tvm.script import tirx as T
 
+from schedules.gpu.attention_fragments import serves
 from schedules.gpu.attention_warp import (
     MASK_WORDS,
     NEG_INF,
@@ -248,7 +249,8 @@ def _choose(work: Workload, card: Card) -> AttentionTile:
 TEMPLATE = Template(
     name="attention",
     tile=AttentionTile,
-    serves=lambda work, card: True,
+    # Where the tensor cores serve, theirs is the tree of the sums.
+    serves=lambda work, card: not serves(work.shapes[0][2]),
     choose=_choose,
     candidates=lambda work, card: [_choose(work, card)],
     make=lambda work, tile, target: _template(work, plan_of(work, tile, WARPS, TILE)),

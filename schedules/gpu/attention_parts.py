@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.gpu.attention import fetch_block, tile_for
+from schedules.gpu.attention_fragments import serves
 from schedules.gpu.attention_warp import (
     MASK_WORDS,
     TILE,
@@ -118,7 +119,9 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
 
 
 def _serves(work: Workload, card: Card) -> bool:
-    return work.settings["chain_slots"] % TILE == 0 and work.settings["chains"] % WARPS == 0
+    fits = work.settings["chain_slots"] % TILE == 0 and work.settings["chains"] % WARPS == 0
+    # Where the tensor cores serve, theirs is the tree of the sums.
+    return fits and not serves(work.shapes[0][2])
 
 
 def _choose(work: Workload, card: Card) -> AttentionTile:

@@ -1,4 +1,4 @@
-"""Linear whose weights and activations carry a scale for every 128 columns, on cuda: three rows of
+"""Linear whose weights and activations carry a scale for every 128 columns, on cuda: two rows of
 activations and more, on tensor cores.
 
 The float sum is that of low_bit_group_gemv.py to the bit, tree and roundings: the four parts of a
@@ -33,7 +33,7 @@ from schedules.space import Card, Template
 from schedules.workload import Workload
 
 # With fewer rows most of an mma is idle.
-LEAST_WIDTH = 3
+LEAST_WIDTH = 2
 # Results of a thread whose addends are read before the products.
 MOST_EARLY = 4
 # Outputs of a tile stand 33 apart, so that neither writes nor reads collide in a bank.

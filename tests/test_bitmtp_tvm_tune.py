@@ -20,6 +20,10 @@ from bitmtp_tvm.tuning_inputs import OPERATIONS
 from bitmtp_tvm.tuning_plan import read_plan
 
 WIDTHS = (1, 4)
+PREFILL = (128, 512)
+# Of a layer: the linears of qkv, output, gate and up, down; and attention behind the first.
+KERNELS = 5
+TASKS = KERNELS * (len(WIDTHS) + len(PREFILL))
 LAYERS = WIDE["num_hidden_layers"]
 
 
@@ -40,24 +44,30 @@ def model(checkpoint):
     return find_tasks(CompileOptions("h200", checkpoint, widths=WIDTHS))
 
 
-def test_tasks_are_the_linears_of_a_step_in_its_order(model):
+def test_tasks_are_the_linears_and_the_attention_of_a_step_in_its_order(model):
     names = [found.task.name for found in model.found]
-    assert len(set(names)) == len(names) == 4 * (len(WIDTHS) + 1)
+    assert len(set(names)) == len(names) == TASKS
     assert list(model.buckets) == ["step_w1", "step_w4", "prefill_w128", "prefill_w512"]
     for width in WIDTHS:
         sequence = model.buckets[f"step_w{width}"]
-        layer = sequence[:4]
-        assert sequence == layer * LAYERS and len(set(layer)) == 4
-        rows = [model.found[names.index(name)].task.key.n for name in layer]
-        assert rows == [(4 + 2 * 2) * 34, 136, 2 * 260, 136]
+        layer = sequence[:KERNELS]
+        assert sequence == layer * LAYERS and len(set(layer)) == KERNELS
+        keys = [model.found[names.index(name)].task.key for name in layer]
+        assert keys[1].op == "attention_parts"
+        assert [key.n for key in keys if key.format] == [(4 + 2 * 2) * 34, 136, 2 * 260, 136]
+        # One row is normed where it is multiplied; behind the gate, which ends within a tile, not.
+        normed = [key.op.startswith("norm_") for key in keys]
+        assert normed == [width == 1, False, width == 1, width == 1, False]
     for found in model.found:
         task = found.task
         for bucket, count in task.counts.items():
             assert model.buckets[bucket].count(task.name) == count
-        assert task.weight_bytes >= task.key.n * task.settings["size"] / 4
+        if task.key.format:
+            assert task.weight_bytes >= task.key.n * task.settings["size"] / 4
         assert found.choices[0].arguments() == _ruled(found)
-    # The last chunk of prefill asks for no logits: its last layer ends behind the K/V write.
-    assert len(model.buckets["prefill_w128"]) == 4 * LAYERS - 3
+    # Prefill asks for no logits: its last layer ends behind the K/V write.
+    for width in PREFILL:
+        assert len(model.buckets[f"prefill_w{width}"]) == KERNELS * LAYERS - (KERNELS - 1)
 
 
 def _ruled(found):
@@ -106,12 +116,12 @@ def test_what_was_measured_far_from_its_floor_gets_more(model, tmp_path):
 def test_build_only_makes_a_folder_that_opens(model, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "made"
     monkeypatch.setattr(tuning_run, "find", lambda options: model)
-    arguments = ["--target", "h200", "--trials", "13", "--build-only", str(folder)]
+    arguments = ["--target", "h200", "--trials", str(TASKS + 1), "--build-only", str(folder)]
     assert main(arguments) == 0
-    assert "13 kernels of 12 tasks for h200" in capsys.readouterr().out
+    assert f"{TASKS + 1} kernels of {TASKS} tasks for h200" in capsys.readouterr().out
     found = read_plan(folder, "h200")
     candidates = [c for item in found.tasks for c in item.candidates]
-    assert sorted(len(item.candidates) for item in found.tasks) == [1] * 11 + [2]
+    assert sorted(len(item.candidates) for item in found.tasks) == [1] * (TASKS - 1) + [2]
     assert found.arch == "sm_90a" and found.buckets == model.buckets
     for library in {c.library for c in candidates}:
         contents = (folder / library).read_bytes()
@@ -187,7 +197,7 @@ def test_a_tile_that_does_not_fit_is_reported(model):
     (item,) = wanted(1, model)
     kernels = tuning_build.json.loads(tuning_build.job_text([item], get_target("h200")))["kernels"]
     target = tvm_target(get_target("h200"))
-    with pytest.raises(ValueError, match="no template nothing of low_bit_linear"):
+    with pytest.raises(ValueError, match="no template nothing of norm_low_bit_linear"):
         tuning_build.make_function({**kernels[0], "template": "nothing"}, "cuda", target)
     func = tuning_build.make_function(kernels[0], "cuda", target)
     assert func.attrs["global_symbol"] == item.function
@@ -246,8 +256,8 @@ def test_a_foreign_folder_is_not_touched(checkpoint, tmp_path, capsys):
 def test_too_few_trials_are_refused(model):
     from bitmtp_tvm.tuning_tasks import budgets, check_trials
 
-    given = budgets([1.0] * 12, [len(f.choices) for f in model.found], 12)
-    with pytest.raises(UsageError, match="12 kernels are the rule's, give more"):
+    given = budgets([1.0] * TASKS, [len(f.choices) for f in model.found], TASKS)
+    with pytest.raises(UsageError, match=f"{TASKS} kernels are the rule's, give more"):
         check_trials(model, given)
 
 

@@ -11,6 +11,7 @@ from bitmtp_tvm import compile as compile_command
 from bitmtp_tvm import evaluate as evaluate_command
 from bitmtp_tvm import generate as generate_command
 from bitmtp_tvm import trace as trace_command
+from bitmtp_tvm import train as train_command
 from bitmtp_tvm import tune as tune_command
 from bitmtp_tvm.targets import TARGETS
 
@@ -212,13 +213,14 @@ def test_the_readme_lists_every_target():
         bench_command,
         trace_command,
         evaluate_command,
+        train_command,
         tune_command,
     ],
 )
 def test_the_readme_lists_every_option(command, capsys):
     with pytest.raises(SystemExit):
         command.main(["--help"])
-    options = re.findall(r"^  (-[^ ,]+)", capsys.readouterr().out, re.MULTILINE)
+    options = re.findall(r"^  (-[^ ,\n]+)", capsys.readouterr().out, re.MULTILINE)
     assert sorted(table_of(f"### `python -m {command.__name__}`")) == sorted(set(options) - {"-h"})
 
 

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from bitmtp_tvm.checkpoint.base import Checkpoint, Scale, dense_shapes, matrix_shapes
-from bitmtp_tvm.checkpoint.gguf_checkpoint import open_gguf
 from bitmtp_tvm.checkpoint.gguf_header import is_gguf
 from bitmtp_tvm.checkpoint.hf import open_hf_directory
 from bitmtp_tvm.checkpoint.options import CheckpointOptions
@@ -39,4 +38,9 @@ def open_checkpoint(
     """
     options = CheckpointOptions(quant, quant_threshold, mask_token_id, block_size)
     path = Path(path)
-    return open_gguf(path, options) if is_gguf(path) else open_hf_directory(path, options)
+    if not is_gguf(path):
+        return open_hf_directory(path, options)
+    # Reading a directory does not need the gguf package, and training may run where it is missing.
+    from bitmtp_tvm.checkpoint.gguf_checkpoint import open_gguf
+
+    return open_gguf(path, options)

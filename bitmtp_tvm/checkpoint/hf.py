@@ -69,13 +69,13 @@ class HFCheckpoint(Checkpoint):
         n, k = self._matrices[name]
         if name == "embed":
             self._check_tied()
-        return self._how.read(self._files, _hf_name(name), n, k)
+        return self._how.read(self._files, hf_name(name), n, k)
 
     def dense(self, name: str) -> np.ndarray:
         """See `Checkpoint.dense`; an embedding of another float type is rounded to bfloat16."""
         if name not in self._dense:
             raise KeyError(name)
-        stored = f"{_hf_name(name)}.weight"
+        stored = f"{hf_name(name)}.weight"
         if name != "embed":
             return self._files.read_float(stored)
         self._check_tied()
@@ -90,9 +90,9 @@ class HFCheckpoint(Checkpoint):
         """Headers against the configuration."""
         expected: dict[str, Wanted] = {}
         for name, dense_shape in dense_shapes(self.config).items():
-            expected[f"{_hf_name(name)}.weight"] = (FLOATS, dense_shape)
+            expected[f"{hf_name(name)}.weight"] = (FLOATS, dense_shape)
         for name, (n, k) in self._matrices.items():
-            expected |= self._how.expected(self._files, _hf_name(name), n, k)
+            expected |= self._how.expected(self._files, hf_name(name), n, k)
         head = f"{_HEAD}.weight"
         if self.config.tie_word_embeddings:
             # Some files hold the tied head once more: `_check_tied` makes sure that it is the same.
@@ -107,7 +107,7 @@ class HFCheckpoint(Checkpoint):
 
     def _check_unpacked(self, raw: dict[str, Any]) -> None:
         """Packed weights need the quantization_config that says what their scale means."""
-        first = f"{_hf_name('layers.0.q_proj')}.weight"
+        first = f"{hf_name('layers.0.q_proj')}.weight"
         if not isinstance(self._how, Master) or first not in self._files:
             return
         if self._files.entry(first).dtype == "U8":
@@ -165,7 +165,7 @@ def _rounded(table: np.ndarray) -> np.ndarray:
     return bits
 
 
-def _hf_name(name: str) -> str:
+def hf_name(name: str) -> str:
     """Our name to a stem in the file: "layers.3.input_norm" to "model.layers.3.input_layernorm"."""
     match = re.fullmatch(r"layers\.(\d+)\.(\w+)", name)
     return f"model.layers.{match[1]}.{_NAMES[match[2]]}" if match else _NAMES[name]

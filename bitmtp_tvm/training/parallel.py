@@ -1,0 +1,82 @@
+"""One process or several: FSDP2 over what torchrun started, and plain PyTorch without it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bitmtp_tvm.errors import UsageError
+from bitmtp_tvm.training.objective import Objective
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of how many processes this is, and its device."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes and speaks."""
+        return self.rank == 0
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.size > 1:
+            dist.barrier()
+
+    def summed(self, values: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def agreed(self, value: float) -> float:
+        """The first process's number: clocks differ, and all must take the same way."""
+        if self.size == 1:
+            return value
+        held = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.broadcast(held, 0)
+        return float(held)
+
+
+@contextmanager
+def world(device: str) -> Iterator[World]:
+    """The processes that torchrun started, or this one alone. Raises UsageError without a GPU."""
+    kind = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind not in ("cpu", "cuda"):
+        raise UsageError(f"--device is {device!r}; known: auto, cpu, cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: PyTorch sees no GPU here")
+    if not dist.is_torchelastic_launched():
+        yield World(0, 1, torch.device(kind))
+        return
+    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    rank = dist.get_rank()
+    place = torch.device("cpu")
+    if kind == "cuda":
+        place = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(place)
+    try:
+        yield World(rank, dist.get_world_size(), place)
+    finally:
+        dist.destroy_process_group()
+
+
+def share(objective: Objective, here: World) -> nn.Module:
+    """Shard the parameters over the processes, layer by layer; does nothing for one process."""
+    if here.size == 1:
+        return objective
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(here.device.type, (here.size,))
+    for layer in objective.decoder.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
+    return objective

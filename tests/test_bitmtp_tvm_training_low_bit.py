@@ -18,8 +18,8 @@ from tiny_training import (
 
 from bitmtp_tvm.checkpoint import matrix_shapes, open_checkpoint
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.reference import ops as reference
+from bitmtp_tvm.reference.model import ReferenceModel
 from bitmtp_tvm.training import low_bit
 from bitmtp_tvm.training.checkpoint import latent_of, load, save
 from bitmtp_tvm.training.model import TrainableDecoder

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 
 from tvm.script import tirx as T
 
-from schedules.gpu.thread import WARP, across, add, span
+from schedules.gpu.attention_warp import Plan
+from schedules.gpu.thread import WARP, across, add, constant, mul, span
 
 PAIRS = 8
 WARPS = 4
@@ -27,6 +28,7 @@ STEP = 16
 GROUPS = STEP // PAIRS
 STEPS = SLOTS // STEP
 WORDS = 4
+LOAD = "ld.weak.global"
 ONES = 0x3C003C00
 LOWER_HALVES, UPPER_HALVES = 0x5410, 0x7632
 # A float16 is no finite number where all bits of its exponent are set: adding one then carries.
@@ -160,6 +162,92 @@ def multiply(dot, d, a, first, b0, b1):
 def clear(dot, count):
     for i in T.unroll(count):
         dot[i] = T.float32(0)
+
+
+def key_element(step, lane):
+    """The first of the four elements that a lane holds of a k-step of queries and keys."""
+    return step // 2 * 32 + lane % 4 * 8 + step % 2 * 4
+
+
+def fetch_queries(plan: Plan, sizes: Sizes):
+    """A macro that brings the terms of a block's queries, scaled, into shared memory."""
+    factor = plan.head_dim**-0.5
+
+    def step_of(turn, thread):
+        return (turn * WARPS + thread // WARP) % sizes.key_steps
+
+    def pair_of(turn, thread):
+        tile = (turn * WARPS + thread // WARP) // sizes.key_steps
+        return tile * PAIRS + thread % WARP // 4
+
+    @T.macro
+    def fetch(q, queries, kv, first, thread):
+        scaled = T.sblock_alloc_buffer((WORDS,), "float32", scope="local")
+        terms = T.sblock_alloc_buffer((WORDS,), "uint32", scope="local")
+        for turn in T.unroll(sizes.tiles * sizes.key_steps // WARPS):
+            scaled[span(0, WORDS)] = q[
+                plan.row_of(first, pair_of(turn, thread)),
+                plan.head_of(kv, first, pair_of(turn, thread)),
+                span(key_element(step_of(turn, thread), thread % WARP), WORDS),
+            ]
+            for i in T.unroll(WORDS):
+                scaled[i] = mul(scaled[i], constant(factor))
+            split(scaled, terms, 0)
+            queries[span((turn * THREADS + thread) * WORDS, WORDS)] = terms[span(0, WORDS)]
+
+    return fetch
+
+
+def loads(sizes: Sizes):
+    """Macros that load a lane's keys, and values, of the 64 slots from `slot` on.
+
+    Slots behind the last one hold nothing yet: such lanes read the last one, unseen.
+    """
+    pieces = sizes.head_dim // 32
+
+    @T.macro
+    def load_keys(cache, keys, kv, slot, last, warp, lane):
+        for n in T.unroll(GROUPS):
+            for j in T.unroll(pieces):
+                T.ptx[f"{LOAD}.v4.u32"](
+                    keys[(n * pieces + j) * 4],
+                    keys[(n * pieces + j) * 4 + 1],
+                    keys[(n * pieces + j) * 4 + 2],
+                    keys[(n * pieces + j) * 4 + 3],
+                    T.address_of(
+                        cache[
+                            0,
+                            kv,
+                            T.min(slot + warp * STEP + n * PAIRS + lane // 4, last),
+                            j * 32 + lane % 4 * 8,
+                        ]
+                    ),
+                )
+
+    def value_at(cache, kv, slot, last, warp, lane, run, step, row):
+        at = slot + step * STEP + lane % 4 * 2 + row % 2 + row // 2 * PAIRS
+        first = warp * (sizes.head_dim // WARPS) + (run * PAIRS + lane // 4) * sizes.value
+        return T.address_of(cache[1, kv, T.min(at, last), first])
+
+    @T.macro
+    def load_value(values, at, address):
+        if sizes.value == 4:
+            T.ptx[f"{LOAD}.v2.u32"](values[at], values[at + 1], address)
+        else:
+            T.ptx[f"{LOAD}.u32"](values[at], address)
+
+    @T.macro
+    def load_values(cache, values, kv, slot, last, warp, lane):
+        for step in T.unroll(STEPS):
+            for row in T.unroll(4):
+                for run in T.unroll(sizes.runs):
+                    load_value(
+                        values,
+                        sizes.word(run, step, row),
+                        value_at(cache, kv, slot, last, warp, lane, run, step, row),
+                    )
+
+    return load_keys, load_values
 
 
 def finite_values(sizes: Sizes):

@@ -16,11 +16,12 @@ from schedules.gpu.attention_fragments import (
     Sizes,
     byte_perm,
     clear,
+    fetch_queries,
     finite_values,
+    loads,
     multiply,
     split,
 )
-from schedules.gpu.attention_loads import Access
 from schedules.gpu.attention_warp import MASK_WORDS, NEG_INF, Plan, exp
 from schedules.gpu.thread import WARP, across, add, constant, fma, mul, span
 
@@ -238,28 +239,27 @@ def _mix(sizes: Sizes, may_break: bool):
     return mix
 
 
-def turn_of(plan: Plan, sizes: Sizes, access: Access):
+def turn_of(plan: Plan, sizes: Sizes):
     """A macro that adds 64 slots to a block's sums, and loads keys and values of the next."""
     tiles = sizes.tiles
     # One row alone sees whatever it reads.
     may_break = plan.width > 1
     scores, weigh, arrange = _scores(plan, sizes), _weights(tiles), _arrange(sizes)
     mix, finite = _mix(sizes, may_break), finite_values(sizes)
+    load_keys, load_values = loads(sizes)
 
     @T.macro
     def one_turn(
-        inputs, shared, state, keys, values, kv, boundary, slot, following, more, last, warp, lane
+        cache, shared, state, keys, values, kv, boundary, slot, following, more, last, warp, lane
     ):
         queries, weights, highest = shared
         rows, masks, top, norm, acc = state
         score = T.sblock_alloc_buffer((tiles * 4,), "float32", scope="local")
         shrink = T.sblock_alloc_buffer((tiles,), "float32", scope="local")
         marks = T.sblock_alloc_buffer((1 + 2 * STEPS,), "uint32", scope="local")
-        if access.fresh is not None:
-            access.fresh(inputs, keys, values, kv, slot, last, warp, lane)
         scores(queries, keys, score, highest, rows, masks, slot, boundary, warp, lane)
         if more:
-            access.keys(inputs, keys, kv, following, last, warp, lane)
+            load_keys(cache, keys, kv, following, last, warp, lane)
         T.tvm_storage_sync("shared")
         weigh(score, highest, weights, top, shrink, warp, lane)
         if may_break:
@@ -270,20 +270,22 @@ def turn_of(plan: Plan, sizes: Sizes, access: Access):
         T.tvm_storage_sync("shared")
         mix(weights, values, marks, acc, norm, shrink, warp, lane)
         if more:
-            access.values(inputs, values, kv, following, last, warp, lane)
+            load_values(cache, values, kv, following, last, warp, lane)
 
     return one_turn
 
 
-def begin_with(plan: Plan, sizes: Sizes, access: Access):
+def begin_with(plan: Plan, sizes: Sizes):
     """A macro that brings in what a block knows of its pairs, and its first keys and values."""
     tiles = sizes.tiles
+    fetch = fetch_queries(plan, sizes)
+    load_keys, load_values = loads(sizes)
 
     @T.macro
-    def begin(inputs, visible, queries, rows, masks, keys, values, kv, first, slot, last, thread):
-        access.keys(inputs, keys, kv, slot, last, thread // WARP, thread % WARP)
-        access.values(inputs, values, kv, slot, last, thread // WARP, thread % WARP)
-        access.fetch(inputs, queries, kv, first, thread)
+    def begin(q, cache, visible, queries, rows, masks, keys, values, kv, first, slot, last, thread):
+        load_keys(cache, keys, kv, slot, last, thread // WARP, thread % WARP)
+        load_values(cache, values, kv, slot, last, thread // WARP, thread % WARP)
+        fetch(q, queries, kv, first, thread)
         for tile in T.unroll(tiles):
             rows[tile] = plan.row_of(first, tile * PAIRS + thread % WARP // 4)
             if visible is not None:

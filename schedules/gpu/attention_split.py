@@ -17,7 +17,6 @@ from schedules.gpu.attention_fragments import (
     fitting,
     serves,
 )
-from schedules.gpu.attention_loads import Access, Memory, from_memory
 from schedules.gpu.attention_mma import begin_with, norm_warp, start_chain, turn_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
 from schedules.gpu.thread import WARP, ceil_div, span
@@ -74,13 +73,15 @@ def candidates(work: Workload, card: Card) -> list[SplitTile]:
     ]
 
 
-def one_part_of(plan: Plan, sizes: Sizes, access: Access):
-    """A macro that adds up a chain of a block's pairs, if it has slots.
-
-    `inputs` is what the access takes in place of q and of the cache.
-    """
-    width, chains, tiles, held = plan.width, plan.chains, sizes.tiles, sizes.held
-    begin, one_turn = begin_with(plan, sizes, access), turn_of(plan, sizes, access)
+def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
+    """See `relax_models.attention_ops.attention_parts`."""
+    width, heads, head_dim = work.shapes[0]
+    cache_shape, chains = work.shapes[1], plan.chains
+    tiles, splits, kv_heads = plan.tile.tiles, plan.tile.splits, cache_shape[1]
+    sizes = Sizes(head_dim, tiles)
+    held, blocks = sizes.held, ceil_div(plan.pairs, plan.tile.pairs)
+    grid = kv_heads * blocks * splits
+    begin, one_turn = begin_with(plan, sizes), turn_of(plan, sizes)
     piece = min(4, 2 * sizes.value)
 
     @T.macro
@@ -112,7 +113,7 @@ def one_part_of(plan: Plan, sizes: Sizes, access: Access):
             )
 
     @T.macro
-    def one_chain(inputs, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
+    def one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
         queries = T.sblock_alloc_buffer(
             (tiles * sizes.key_steps * WARP * WORDS,), "uint32", scope="shared"
         )
@@ -127,7 +128,8 @@ def one_part_of(plan: Plan, sizes: Sizes, access: Access):
         acc = T.sblock_alloc_buffer((tiles * held,), "float32", scope="local")
         start_chain(top, norm, acc, tiles, tiles * held)
         begin(
-            inputs,
+            q,
+            cache,
             visible,
             queries,
             rows,
@@ -142,7 +144,7 @@ def one_part_of(plan: Plan, sizes: Sizes, access: Access):
         )
         for turn in range((boundary + width - 1 - chain * SLOTS) // (chains * SLOTS) + 1):
             one_turn(
-                inputs,
+                cache,
                 (queries, weights, highest),
                 (rows, masks, top, norm, acc),
                 keys,
@@ -173,78 +175,41 @@ def one_part_of(plan: Plan, sizes: Sizes, access: Access):
             )
 
     @T.macro
-    def one_part(inputs, boundary, visible, results, kv, first, chain, thread):
-        tops, norms, mixed = results
+    def one_part(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread):
         if chain * SLOTS < boundary + width:
-            one_chain(inputs, boundary, visible, tops, norms, mixed, kv, first, chain, thread)
-
-    return one_part
-
-
-@dataclass(frozen=True)
-class Grid:
-    """Which chains, pairs and head a block has."""
-
-    kv_heads: int
-    blocks: int
-    splits: int
-    pairs: int
-    turns: int
-
-    @classmethod
-    def of(cls, plan: Plan, kv_heads: int) -> "Grid":
-        splits, pairs = plan.tile.splits, plan.tile.pairs
-        return cls(kv_heads, ceil_div(plan.pairs, pairs), splits, pairs, plan.chains // splits)
-
-    @property
-    def size(self) -> int:
-        return self.kv_heads * self.blocks * self.splits
-
-    def kv(self, block):
-        return block // self.blocks % self.kv_heads
-
-    def first(self, block):
-        """Its first pair; blocks whose first is 0 share nothing."""
-        return block % self.blocks * self.pairs
-
-    def chain(self, block, turn):
-        """Chains with the earliest slots begin first."""
-        return block // (self.blocks * self.kv_heads) + turn * self.splits
-
-
-def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
-    """See `relax_models.attention_ops.attention_parts`."""
-    q_shape, cache_shape, _, _, tops_shape, _, mixed_shape = work.shapes
-    sizes, grid = Sizes(plan.head_dim, plan.tile.tiles), Grid.of(plan, cache_shape[1])
-    one_part = one_part_of(plan, sizes, from_memory(plan, sizes))
+            one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread)
 
     @T.prim_func(private=True, s_tir=True)
     def func(
-        q: T.Buffer(q_shape, "float32"),
+        q: T.Buffer((width, heads, head_dim), "float32"),
         cache: T.Buffer(cache_shape, "float16"),
         boundary: T.Buffer((1,), "int32"),
-        visible: T.Buffer((plan.width, MASK_WORDS), "uint32"),
-        tops: T.Buffer(tops_shape, "float32"),
-        norms: T.Buffer(tops_shape, "float32"),
-        mixed: T.Buffer(mixed_shape, "float32"),
+        visible: T.Buffer((width, MASK_WORDS), "uint32"),
+        tops: T.Buffer((width, heads, chains), "float32"),
+        norms: T.Buffer((width, heads, chains), "float32"),
+        mixed: T.Buffer((width, heads, chains, head_dim), "float32"),
     ):
-        for bx in T.thread_binding(grid.size, thread="blockIdx.x"):
+        for bx in T.thread_binding(grid, thread="blockIdx.x"):
             for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
                 with T.sblock("attention"):
-                    block = T.axis.spatial(grid.size, bx)
+                    block = T.axis.spatial(grid, bx)
                     thread = T.axis.spatial(THREADS, tx)
                     # Read once: the loads of the cache are text that a compiler cannot look into.
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
-                    for turn in T.serial(grid.turns):
+                    for turn in T.serial(chains // splits):
                         one_part(
-                            Memory(q, cache),
+                            q,
+                            cache,
                             known[0],
                             visible,
-                            (tops, norms, mixed),
-                            grid.kv(block),
-                            grid.first(block),
-                            grid.chain(block, turn),
+                            tops,
+                            norms,
+                            mixed,
+                            block // blocks % kv_heads,
+                            block % blocks * plan.tile.pairs,
+                            # Chains with the earliest slots begin first.
+                            block // (blocks * kv_heads) + turn * splits,
                             thread,
                         )
 

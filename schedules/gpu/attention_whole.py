@@ -18,7 +18,6 @@ from schedules.gpu.attention_fragments import (
     fitting,
     serves,
 )
-from schedules.gpu.attention_loads import Memory, from_memory
 from schedules.gpu.attention_mma import CHAINS, begin_with, fold, norm_warp, start_chain, turn_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
 from schedules.gpu.thread import WARP, ceil_div, span
@@ -48,7 +47,7 @@ def choose(work: Workload, card: Card) -> MmaTile:
 def _chains(plan: Plan, sizes: Sizes):
     """A macro that goes through all chains of a block's pairs and folds them."""
     tiles, held, turn_slots = sizes.tiles, sizes.held, CHAINS * SLOTS
-    one_turn = turn_of(plan, sizes, from_memory(plan, sizes))
+    one_turn = turn_of(plan, sizes)
 
     def following(slot, end):
         """The next 64 slots: of the same chain, or the first ones of the next chain."""
@@ -56,11 +55,11 @@ def _chains(plan: Plan, sizes: Sizes):
         return T.Select(same < end, same, (chain + 1) * SLOTS)
 
     @T.macro
-    def one_step(inputs, shared, state, whole, keys, values, kv, boundary, at, end, more, thread):
+    def one_step(cache, shared, state, whole, keys, values, kv, boundary, at, end, more, thread):
         if at[0] < turn_slots:
             start_chain(state[2], state[3], state[4], tiles, tiles * held)
         one_turn(
-            inputs,
+            cache,
             shared,
             state,
             keys,
@@ -80,11 +79,11 @@ def _chains(plan: Plan, sizes: Sizes):
         at[0] = following(at[0], end)
 
     @T.macro
-    def all_chains(inputs, shared, state, whole, keys, values, kv, boundary, at, end, thread):
+    def all_chains(cache, shared, state, whole, keys, values, kv, boundary, at, end, thread):
         at[0] = 0
         for step in range((end + SLOTS - 1) // SLOTS):
             one_step(
-                inputs,
+                cache,
                 shared,
                 state,
                 whole,
@@ -141,11 +140,10 @@ def _finish(plan: Plan, sizes: Sizes):
 
 def _block(plan: Plan, sizes: Sizes):
     tiles, held = sizes.tiles, sizes.held
-    begin = begin_with(plan, sizes, from_memory(plan, sizes))
-    all_chains, finish = _chains(plan, sizes), _finish(plan, sizes)
+    begin, all_chains, finish = begin_with(plan, sizes), _chains(plan, sizes), _finish(plan, sizes)
 
     @T.macro
-    def one_block(inputs, boundary, visible, out, kv, first, end, thread):
+    def one_block(q, cache, boundary, visible, out, kv, first, end, thread):
         queries = T.sblock_alloc_buffer(
             (tiles * sizes.key_steps * WARP * WORDS,), "uint32", scope="shared"
         )
@@ -163,9 +161,9 @@ def _block(plan: Plan, sizes: Sizes):
         whole_acc = T.sblock_alloc_buffer((tiles * held,), "float32", scope="local")
         at = T.sblock_alloc_buffer((1,), "int32", scope="local")
         start_chain(whole_top, whole_norm, whole_acc, tiles, tiles * held)
-        begin(inputs, visible, queries, rows, masks, keys, values, kv, first, 0, end - 1, thread)
+        begin(q, cache, visible, queries, rows, masks, keys, values, kv, first, 0, end - 1, thread)
         all_chains(
-            inputs,
+            cache,
             (queries, weights, highest),
             (rows, masks, top, norm, acc),
             (whole_top, whole_norm, whole_acc),
@@ -219,7 +217,8 @@ def _whole(work: Workload, plan: Plan) -> tirx.PrimFunc:
                         known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                         known[0] = boundary[0]
                         one_block(
-                            Memory(q, cache),
+                            q,
+                            cache,
                             known[0],
                             None,
                             out,
@@ -247,7 +246,8 @@ def _whole(work: Workload, plan: Plan) -> tirx.PrimFunc:
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
                     one_block(
-                        Memory(q, cache),
+                        q,
+                        cache,
                         known[0],
                         visible,
                         out,

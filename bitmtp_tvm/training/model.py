@@ -45,7 +45,7 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         x = x.float()
         mean = x.square().mean(-1, keepdim=True)
-        return x * bfloat16_values(self.weight) * torch.rsqrt(mean + self.eps)
+        return x * bfloat16_values(self.weight) * (1 / torch.sqrt(mean + self.eps))
 
 
 class Linears(nn.Module):

@@ -215,8 +215,8 @@ def qk_norm(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> t
                     for k in range(steps):
                         normed[row, span(head * size + k * lanes, lanes)] = (
                             qkv[row, span(head * size + k * lanes, lanes)]
-                            * splat(inverse[0], lanes)
                             * weight_at(q_norm, k_norm, head, k * lanes)
+                            * splat(inverse[0], lanes)
                         )
                 else:
                     for k in range(steps):

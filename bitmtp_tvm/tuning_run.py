@@ -38,7 +38,11 @@ def compile_options(options: "TuneOptions") -> CompileOptions:
 
 
 def records_folder(options: "TuneOptions", target: str) -> Path:
-    return options.records or tuning_folder(target)
+    """Where the records go; UsageError where that is no folder."""
+    folder = options.records or tuning_folder(target)
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"--records {folder} is no folder")
+    return folder
 
 
 def find(options: "TuneOptions") -> "Model":
@@ -63,11 +67,11 @@ def build_model(options: "TuneOptions", model: "Model", directory: Path) -> Tuni
     from bitmtp_tvm.toolchain import versions
     from bitmtp_tvm.tuning_build import build_all, with_built
 
+    wanted = wanted_kernels(options, model)
     if not options.resume and directory.exists():
         for path in directory.iterdir():
             path.unlink()
     directory.mkdir(parents=True, exist_ok=True)
-    wanted = wanted_kernels(options, model)
     with bar("building kernels", len(wanted)) as say:
         built = build_all(wanted, model.plan.target, directory, lambda n: say("", n))
     plan = TuningPlan(

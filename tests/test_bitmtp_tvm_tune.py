@@ -253,6 +253,18 @@ def test_a_foreign_folder_is_not_touched(checkpoint, tmp_path, capsys):
     assert (tmp_path / "measurements.jsonl").read_text() == "dear"
 
 
+def test_what_is_refused_late_leaves_no_folder(model, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tuning_run, "find", lambda options: model)
+    (tmp_path / "a file").touch()
+    for option, value, sentence in [
+        ("--trials", str(TASKS), "--trials is too small"),
+        ("--records", str(tmp_path / "a file"), "a file is no folder"),
+    ]:
+        folder = tmp_path / "made"
+        assert main(["--target", "h200", option, value, "--build-only", str(folder)]) == 2
+        assert sentence in capsys.readouterr().err and not folder.exists()
+
+
 def test_too_few_trials_are_refused(model):
     from bitmtp_tvm.tuning_tasks import budgets, check_trials
 

@@ -83,6 +83,8 @@ class Run:
     def _earlier(self) -> dict[str, Any] | None:
         """The state to go on from. UsageError where output and options do not fit together."""
         path = self.output / states.NAME
+        if self.output.exists() and not self.output.is_dir():
+            raise UsageError(f"{self.output} is no directory: give another --output")
         if self.options.resume:
             state = states.read(path)
             other = differing(state["options"], self.options.to_dict())

@@ -1,6 +1,7 @@
 """What a training run is asked for: options of the command, which a recipe may give too."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -101,6 +102,9 @@ class TrainOptions:
         self._check_masks()
 
     def _check_numbers(self) -> None:
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UsageError(f"{_flag(name)} is {value}; it must be a number")
         for name in _POSITIVE:
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -109,7 +113,7 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not 0 <= value <= most:
                 raise UsageError(f"{_flag(name)} is {value}; it must lie between 0 and {most}")
-        for name in ("mtp_weight", "weight_decay", "anchors"):
+        for name in ("mtp_weight", "weight_decay", "anchors", "seed"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}; it must not be negative")
 

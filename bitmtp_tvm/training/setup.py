@@ -34,13 +34,15 @@ class Source:
 def find_source(options: TrainOptions) -> Source:
     """The tokenizer: what --tokenizer names, or that of the model, or one beside the data.
 
-    Raises UsageError where there is none.
+    Raises UsageError where there is none, or no model.
     """
     stored: Mapping[str, Any] = {}
     places = [] if options.tokenizer is None else [options.tokenizer]
     if options.model is not None:
         path = Path(options.model) / "config.json"
-        stored = read_json(path) if path.is_file() else {}
+        if not path.is_file():
+            raise UsageError(f"--model {options.model} is no checkpoint: it has no config.json")
+        stored = read_json(path)
         places.append(Path(options.model) / _TOKENIZER)
     places += [Path(place) / _TOKENIZER for place in options.data]
     found = options.tokenizer or next((place for place in places if place.is_file()), None)

@@ -97,7 +97,7 @@ HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)
 # As HEADS, of heads with a bound, and whether they know of a repetition penalty.
 BOUNDED_HEADS = [(1001, 320, True), (131, 77, False), (4099, 2560, False)]
-BOUNDED_ROWS = (1, 3, 8, 16, 25, 64)
+BOUNDED_ROWS = (1, 3, 8, 16, 25, 40, 64)
 VOCABULARIES = (8192, 128256, 1001)
 # Heads, key/value heads, head size.
 ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]

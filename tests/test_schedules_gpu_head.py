@@ -23,7 +23,7 @@ from relax_models.bounded_head import LEAST_FLOOR, LOW_CODES, pack_codes
 from relax_models.formats import bf16_to_float32, padded_k
 
 ARCHES = ("sm_86", "sm_87", "sm_90a")
-WIDTHS = (16, 64)
+WIDTHS = (16, 33, 48, 64)
 REAL = (128256, 2560)
 
 
@@ -38,13 +38,13 @@ def test_kernels_of_the_real_shape_compile_without_spills(arch):
     (found,) = find_cubins(compile_cubin(with_waits(text) if overlaps(arch) else text, arch)[0])
     assert len(found.kernels) == len(wanted)
     assert {k.name: k.stack_bytes for k in found.kernels if k.stack_bytes} == {}
-    assert max(k.shared_bytes for k in found.kernels) <= 1024
+    assert max(k.shared_bytes for k in found.kernels) <= 48 * 1024
     narrow = [k for k in found.kernels if k.name.endswith("rows_16_kernel")]
     assert len(narrow) == 3 and max(k.registers for k in narrow) <= 128
 
 
 def test_the_first_codes_are_loaded_in_front_of_the_wait():
-    from schedules.gpu.head_codes import choose_tile
+    from schedules.gpu.head_codes_tile import choose_tile
 
     tile = choose_tile(8)
     text = gpu_kernels.cuda_text(
@@ -58,7 +58,7 @@ def test_the_first_codes_are_loaded_in_front_of_the_wait():
 
 
 def test_up_to_64_rows_see_the_table_together():
-    from schedules.gpu.head_codes import choose_tile
+    from schedules.gpu.head_codes_tile import choose_tile
 
     for rows in range(1, 200):
         tile = choose_tile(rows)
@@ -114,7 +114,7 @@ def test_the_norm_and_its_codes(kernels, rng, size):
     assert np.abs(told * spread[:, :1] - normed).max(axis=1).tolist() <= (
         (spread[:, 0] * 0.506).tolist()
     )
-    for rows in BOUNDED_ROWS[:-2]:
+    for rows in BOUNDED_ROWS[:-3]:
         some = run_norm(kernels, x[:rows], weight, np.arange(rows, dtype=np.int32))
         every = run_norm(kernels, x, weight, np.arange(16, dtype=np.int32))
         assert all(np.array_equal(a, b[:rows]) for a, b in zip(some, every, strict=True))

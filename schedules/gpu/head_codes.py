@@ -7,13 +7,21 @@ place every two steps. No warp shares a sum with another, and all sums are exact
 free to differ from width to width.
 """
 
-from dataclasses import dataclass
-
 import tvm
 from tvm import tirx
 from tvm.script import tirx as T
 
 from schedules.gpu.head_bound import ERROR, LENGTH, SCALE, Penalty, bound, is_finite, penalizer
+from schedules.gpu.head_codes_tile import (
+    ROWS,
+    STEPS,
+    SUMS,
+    TOKENS,
+    CodeTile,
+    choose_tile,
+    problem,
+)
+from schedules.gpu.head_codes_warp import WORDS, products
 from schedules.gpu.thread import (
     WARP,
     across,
@@ -22,52 +30,12 @@ from schedules.gpu.thread import (
     let_others_start,
     mul,
     overlaps,
-    rolled,
-    span,
     wait_for_others,
 )
 from schedules.sampling import key_of
 from schedules.workload import Workload
 
-K_BLOCK = 128
-LANE_K = 32
-ROWS = 16
-TOKENS = 8
-WORDS = 4
-STEPS = 4
-# A lane's sums of a pair of tiles: rows g and g + 8, activation rows 2t and 2t + 1.
-SUMS = 4
-# The table is read once, so that it need not push the activations out of the nearest cache.
-LOAD = "ld.weak.global.L1::no_allocate.L2::128B.v4.u32"
 NO_KEY = -(2**31)
-
-
-@dataclass(frozen=True)
-class CodeTile:
-    """What a block computes: `warps` times `row_tiles` tiles of 16 rows of the table, for
-    `token_tiles` of 8 activation rows.
-
-    ahead: steps of 32 columns whose 16 bytes a lane has under way for each row tile: 2, 4 or 8.
-    """
-
-    warps: int
-    row_tiles: int
-    token_tiles: int
-    ahead: int
-
-
-def choose_tile(width: int) -> CodeTile:
-    """The tile for `width` activation rows; up to 64 of them see the table together."""
-    tiles = ceil_div(width, TOKENS)
-    tiles = ceil_div(tiles, ceil_div(tiles, 8))
-    # Tiles of the table share the loads of activations. What was fastest on an H200, where with two
-    # tiles of tokens more loads under way were worth more than sharing.
-    if tiles == 2:
-        return CodeTile(4, 2, tiles, 8)
-    if tiles <= 4:
-        return CodeTile(4, 4, tiles, 4)
-    # Four tiles of the table would be faster still, but for two registers too many.
-    return CodeTile(4, 3, tiles, 2)
 
 
 def head_codes(
@@ -80,21 +48,17 @@ def head_codes(
 def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
     """The kernel of a tile; waits: whether it is launched early and waits behind its loads."""
     (width, vocab_size), (tiles, blocks) = work.shapes[-1], work.shapes[2][:2]
-    warps, row_tiles, token_tiles, ahead = (
-        tile.warps,
-        tile.row_tiles,
-        tile.token_tiles,
-        tile.ahead,
-    )
-    tokens, results = token_tiles * TOKENS, row_tiles * token_tiles * SUMS
+    if found := problem(tile):
+        raise ValueError(f"{found}: {tile}")
+    warps, row_tiles, token_tiles = tile.warps, tile.row_tiles, tile.token_tiles
+    tokens = tile.tokens
     shares = ceil_div(width, tokens)
     grid = ceil_div(tiles, row_tiles * warps) * shares
-    steps = blocks * STEPS
-    # Steps of one turn of the loop, whose places in `words` are fixed.
-    unrolled = max(STEPS, ahead)
-    turns = ceil_div(steps, unrolled)
     shift = work.settings["low_codes"].bit_length() - 1
     penalise = penalizer(work)
+    # Nothing reads it where the tile has no stages.
+    room, scope = (tile.shared_bytes // 4, "shared") if tile.stages else (1, "local")
+    begin, accumulate = products(tile, width, tiles, blocks * STEPS, shift)
 
     def any_asks(logit_rows, first_token, lane):
         """Whether a row of the tile asks for logits: every lane looks at some."""
@@ -103,81 +67,6 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
             other = logit_rows[T.min(first_token + i * WARP + lane, width - 1)] >= 0
             mine = T.Or(mine, other)
         return T.call_pure_extern("int32", "__any_sync", T.uint32(0xFFFFFFFF), mine) != 0
-
-    @T.macro
-    def load(codes, words, first_tile, step, slot, lane):
-        for r in T.unroll(row_tiles):
-            T.ptx[LOAD](
-                words[(slot * row_tiles + r) * WORDS],
-                words[(slot * row_tiles + r) * WORDS + 1],
-                words[(slot * row_tiles + r) * WORDS + 2],
-                words[(slot * row_tiles + r) * WORDS + 3],
-                T.address_of(
-                    codes[T.min(first_tile + r, tiles - 1), step // STEPS, step % STEPS, lane, 0]
-                ),
-            )
-
-    @T.macro
-    def product(sums, at, words, slot, r, x, first):
-        T.ptx.mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32(
-            sums[at],
-            sums[at + 1],
-            sums[at + 2],
-            sums[at + 3],
-            words[(slot * row_tiles + r) * WORDS],
-            words[(slot * row_tiles + r) * WORDS + 1],
-            words[(slot * row_tiles + r) * WORDS + 2],
-            words[(slot * row_tiles + r) * WORDS + 3],
-            x[first],
-            x[first + 1],
-            sums[at],
-            sums[at + 1],
-            sums[at + 2],
-            sums[at + 3],
-        )
-
-    def activations(q, token, term, step, lane):
-        """16 bytes of an activation row: B operands of two steps."""
-        at = step // STEPS * K_BLOCK + lane % 4 * LANE_K + step % STEPS * (LANE_K // STEPS)
-        row = T.min(token + lane // 4, width - 1)
-        return T.reinterpret("uint32x4", q[row, term, span(at, 16)])
-
-    @T.macro
-    def two_steps(q, words, acc, token, step, slot, lane):
-        x = T.sblock_alloc_buffer((2 * WORDS,), "uint32", scope="local")
-        first = T.sblock_alloc_buffer((SUMS,), "uint32", scope="local")
-        for n in T.unroll(token_tiles):
-            for term in T.unroll(2):
-                x[span(term * WORDS, WORDS)] = activations(q, token + n * TOKENS, term, step, lane)
-            for r in T.unroll(row_tiles):
-                for e in T.unroll(SUMS):
-                    first[e] = T.uint32(0)
-                for s in T.unroll(2):
-                    product(first, 0, words, slot + s, r, x, 2 * s)
-                    product(acc, (r * token_tiles + n) * SUMS, words, slot + s, r, x, WORDS + 2 * s)
-                for e in T.unroll(SUMS):
-                    acc[(r * token_tiles + n) * SUMS + e] = acc[
-                        (r * token_tiles + n) * SUMS + e
-                    ] + T.shift_left(first[e], T.uint32(shift))
-
-    @T.macro
-    def accumulate(q, codes, words, acc, first_tile, token, lane):
-        for i in T.unroll(results):
-            acc[i] = T.uint32(0)
-        for turn in rolled(turns):
-            for i in T.unroll(unrolled // 2):
-                if turn * unrolled + 2 * i < steps:
-                    two_steps(q, words, acc, token, turn * unrolled + 2 * i, 2 * i % ahead, lane)
-                    for s in T.unroll(2):
-                        if turn * unrolled + 2 * i + s + ahead < steps:
-                            load(
-                                codes,
-                                words,
-                                first_tile,
-                                turn * unrolled + 2 * i + s + ahead,
-                                (2 * i + s) % ahead,
-                                lane,
-                            )
 
     @T.macro
     def finish(acc, keys, of_rows, of_tokens, asked, given, logits, at, r, e, row, token):
@@ -258,19 +147,30 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                 raise_floor(keys, floor, i, token + n * TOKENS + lane % 4 * 2 + i, lane)
 
     @T.macro
-    def one_warp(q, spread, codes, bounds, logit_rows, given, floor, logits, tile, token, lane):
-        words = T.sblock_alloc_buffer((ahead * row_tiles * WORDS,), "uint32", scope="local")
-        acc = T.sblock_alloc_buffer((results,), "uint32", scope="local")
+    def one_warp(q, spread, codes, bounds, logit_rows, given, floor, logits, tile_, token, thread):
+        shared = T.sblock_alloc_buffer((room,), "uint32", scope=scope)
+        words = T.sblock_alloc_buffer((tile.ahead * row_tiles * WORDS,), "uint32", scope="local")
+        acc = T.sblock_alloc_buffer((tile.sums,), "uint32", scope="local")
         if waits:
             let_others_start()
-        for s in T.unroll(ahead):
-            if s < steps:
-                load(codes, words, tile, s, s, lane)
+        begin(codes, words, tile_, thread % WARP)
         if waits:
             wait_for_others()
-        if any_asks(logit_rows, token, lane):
-            accumulate(q, codes, words, acc, tile, token, lane)
-            store(acc, spread, bounds, logit_rows, given, floor, logits, tile, token, lane)
+        # Of a block's rows: all its warps know the same, and wait for one another.
+        if any_asks(logit_rows, token, thread % WARP):
+            accumulate(q, shared, codes, words, acc, tile_, token, thread)
+            store(
+                acc,
+                spread,
+                bounds,
+                logit_rows,
+                given,
+                floor,
+                logits,
+                tile_,
+                token,
+                thread % WARP,
+            )
 
     @T.macro
     def one_thread(q, spread, codes, bounds, logit_rows, given, floor, logits, block, thread):
@@ -286,11 +186,11 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
             logits,
             (block // shares * warps + thread // WARP) * row_tiles,
             block % shares * tokens,
-            thread % WARP,
+            thread,
         )
 
     make = _penalised_shell if work.settings["with_penalty"] else _shell
-    return make(work, grid, warps * WARP, one_thread)
+    return make(work, grid, tile.threads, one_thread)
 
 
 def _shell(work: Workload, grid: int, threads: int, one_thread) -> tirx.PrimFunc:

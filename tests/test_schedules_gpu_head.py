@@ -1,5 +1,6 @@
 """The bounded head's kernels on the GPU, against the twin."""
 
+from dataclasses import replace
 from itertools import product
 
 import gpu_kernels
@@ -58,11 +59,32 @@ def test_the_first_codes_are_loaded_in_front_of_the_wait():
 
 
 def test_up_to_64_rows_see_the_table_together():
-    from schedules.gpu.head_codes_tile import choose_tile
+    from schedules.gpu.head_codes_tile import choose_tile, problem
 
     for rows in range(1, 200):
         tile = choose_tile(rows)
+        assert problem(tile) == ""
+        assert bool(tile.stages) == (tile.token_tiles > 4)
         assert -(-rows // (8 * tile.token_tiles)) == -(-rows // 64)
+
+
+def test_a_tile_that_does_not_fit_is_refused():
+    from schedules.gpu.head_codes import code_head
+    from schedules.gpu.head_codes_tile import choose_tile
+    from schedules.workload import read
+
+    work = read(gpu_kernels.definition(kernel("head_codes", 131, 77, False, rows=64)))
+    for wrong in (
+        {"warps": 0},
+        {"warps": 24},
+        {"ahead": 8},
+        {"stages": 1},
+        {"stages": 4},
+        {"row_tiles": 5},
+        {"token_tiles": 9, "stages": 2},
+    ):
+        with pytest.raises(ValueError, match="CodeTile"):
+            code_head(work, replace(choose_tile(64), **wrong), waits=False)
 
 
 def run_norm(kernels, x, weight, asked):

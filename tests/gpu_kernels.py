@@ -74,7 +74,20 @@ GROUP_TILES = [
     (2, 1, "low_bit_group_gemv", (1, 2, 2, 1)),
     (2, 130, "low_bit_group_mma", (2, 1, 2, 2, 2, 1, 1)),
     (4, 2, "low_bit_group_gemv", (1, 1, 16, 3)),
+    (0, 130, "low_bit_group_mma_wide_some", (2, 2, 1, 1, 4, 4)),
+    (2, 130, "low_bit_group_mma_wide", (4, 2, 1, 3, 2, 1)),
+    (3, 130, "low_bit_group_mma_wide_some", (2, 4, 1, 2, 3, 1)),
+    (4, 130, "low_bit_group_mma_wide_some", (4, 1, 1, 3, 3, 2)),
 ]
+# Of Bonsai-1.7B, in buckets of prefill, one that is no multiple of a tile, and one of a step.
+GROUP_PROMPTS = [
+    ((2048, 1024, 1024), 2048, False),
+    ((2048,), 2048, True),
+    ((6144, 6144), 2048, False),
+    ((2048,), 6144, True),
+]
+STEP_ROWS = 8
+PROMPT_ROWS = (128, 200, 512)
 GROUP_SIZES = (512, 1412, 2560, 9728)
 # Format, segments, K, residual, activation, norm: the shapes of layers, and ragged ones.
 FUSED_LINEARS = [
@@ -275,9 +288,17 @@ def step_kernels() -> Iterator[Kernel]:
         yield kernel("accept", STEP_VOCABULARY, rows=width)
 
 
+def group_prompts() -> Iterator[Kernel]:
+    """Linears of many rows, and those whose bits they must have."""
+    for shape, form in product(GROUP_PROMPTS, GROUP_FORMATS):
+        for width in (STEP_ROWS, *PROMPT_ROWS):
+            yield group_linear(*shape, form, width)
+
+
 def group_kernels() -> Iterator[Kernel]:
     for shape, form, width in product(GROUP_LINEARS, GROUP_FORMATS, GROUP_WIDTHS):
         yield group_linear(*shape, form, width)
+    yield from group_prompts()
     for size, width in product(GROUP_SIZES, NORM_WIDTHS):
         yield kernel("norm_quantize", size, EPS, GROUP, width=width)
         yield kernel("quantize", size, GROUP, width=width)

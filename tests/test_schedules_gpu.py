@@ -196,7 +196,10 @@ def test_weights_and_activations_are_loaded_by_16_bytes(source):
         vector = "int2" if "_g128_" in text and "mma_int_sync" in text else "int4"
         # Those of many rows are copied to shared memory by 16 bytes.
         assert loads == (set() if "cp_async" in text else {vector})
-        assert "_v4_u32(words_ptr[" in text or "*(uint4*)(weight_ptr" in text
+        weights = r"_v4_u32\(words_ptr\[|\*\(uint4\*\)\(weight_ptr"
+        if "cp_async" in text and "_g128_" in text:
+            weights = r"cp_async_cg\w+_16\([^;]*&\(weight_ptr"
+        assert re.search(weights, text)
         assert not re.search(r"(?<!total)(?<!&\()(?:\bweight|\bq)_ptr\[", text)
 
 

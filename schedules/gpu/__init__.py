@@ -8,6 +8,7 @@ from schedules.gpu import (
     fused_linear,
     gemv_tile,
     low_bit_group_mma,
+    low_bit_group_mma_wide,
     low_bit_mma,
     low_bit_mma_wide,
 )
@@ -34,7 +35,9 @@ TEMPLATES = {
         low_bit_mma_wide.SOME_ROWS,
         gemv_tile.TEMPLATE,
         low_bit_mma.FEW_ROWS,
+        low_bit_group_mma_wide.TEMPLATE,
         low_bit_group_mma.TEMPLATE,
+        low_bit_group_mma_wide.SOME_ROWS,
         gemv_tile.GROUP_TEMPLATE,
     ),
     "norm_low_bit_linear": (fused_linear.TEMPLATE,),

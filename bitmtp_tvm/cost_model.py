@@ -31,6 +31,9 @@ PARAMETERS = {
 BITS = {"binary-g128": 1}
 """Of a code, by format; all others have two."""
 
+HEAD_BITS = 4
+"""Of the head's 8-bit table for each of the two codes of an activation, which its k counts."""
+
 WARP = 32
 ROWS = 16
 
@@ -45,10 +48,14 @@ class Sample:
     target: Target
 
 
+def _bits(key: Key) -> int:
+    return HEAD_BITS if key.op == "head_codes" else BITS.get(key.format, 2)
+
+
 def floor_seconds(sample: Sample) -> float:
     """Seconds that reading the codes takes at the data sheet's bandwidth: what speed is relative
     to, so that the model learns how far from it a kernel stays."""
-    bits = BITS.get(sample.key.format, 2)
+    bits = _bits(sample.key)
     rate = sample.target.bandwidth_gbs * 1e9
     return max(sample.key.n * sample.key.k * bits / 8 / rate, 1e-9) + 1e-6
 
@@ -56,7 +63,7 @@ def floor_seconds(sample: Sample) -> float:
 def features(sample: Sample) -> dict[str, float]:
     """What the model sees, by name: shape, card, tile, and what follows from them."""
     key, card = sample.key, sample.target
-    bits = BITS.get(key.format, 2)
+    bits = _bits(key)
     size = key.n * key.k * bits / 8
     found = {
         "n": key.n,

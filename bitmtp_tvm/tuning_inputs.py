@@ -17,6 +17,7 @@ from bitmtp_tvm.reference.ops import (
     quantize_groups,
     rms_norm,
 )
+from relax_models.bounded_head import LEAST_FLOOR, LOW_CODES, ROW_TILE, SCALE, unpack_codes
 from relax_models.formats import K_BLOCK, get_format, pack, pack_scales
 
 if TYPE_CHECKING:
@@ -32,6 +33,11 @@ ATTENTION_TOLERANCE = 1e-4
 FILL = 512
 MOST_FILLED = 1024
 VISIBLE_BITS = 32
+
+# An activation's int8 as large as this, of random signs, leaves sums within int32; and the tiles of
+# 16 rows of the table that are compared with the twin.
+HEAD_CODE = 63
+HEAD_TILES = 64
 
 Results = list[np.ndarray]
 
@@ -184,6 +190,37 @@ def _attention_parts(task: "Task", kind: str) -> Inputs:
     )
 
 
+def _head_codes(task: "Task", kind: str) -> Inputs:
+    """See `relax_models.head_ops.head_codes`; of the logits, some rows of the table are compared:
+    the twin of all of them would take gigabytes."""
+    q_shape, spread_shape, codes_shape, bounds_shape = task.shapes[:4]
+    width, vocab_size = task.shapes[-1]
+    rng = np.random.default_rng([vocab_size, q_shape[-1]])
+    codes = rng.integers(0, 1 << 32, codes_shape, np.uint32)
+    bounds = rng.uniform(1e-3, 2e-3, bounds_shape).astype(np.float32)
+    rng = np.random.default_rng(q_shape[-1])
+    q = rng.integers(-HEAD_CODE, HEAD_CODE + 1, q_shape, np.int8)
+    spread = rng.uniform(1e-4, 2e-4, spread_shape).astype(np.float32)
+    asked = np.arange(width, dtype=np.int32)
+    # No penalty, and nothing seen.
+    penalty = [np.zeros(s, d) for s, d in zip(task.shapes[5:-2], task.dtypes[5:-2], strict=True)]
+    size = codes_shape[1] * K_BLOCK
+    tiles = np.unique(np.linspace(0, codes_shape[0] - 1, HEAD_TILES).astype(int))
+    rows = (tiles[:, None] * ROW_TILE + np.arange(ROW_TILE)).ravel()
+    known = unpack_codes(codes[tiles], len(rows), size)[rows < vocab_size].astype(np.float64)
+    rows = rows[rows < vocab_size]
+    whole = LOW_CODES * q[:, 0].astype(np.float64) + q[:, 1]
+    expected = whole @ known.T * spread[:, :1] * bounds[SCALE, rows]
+    floor, logits = np.full(width, LEAST_FLOOR, np.int32), np.full((width, vocab_size), np.nan)
+    return Inputs(
+        (q, spread, codes, bounds, asked, *penalty, floor, logits.astype(np.float32)),
+        expected.astype(np.float32),
+        TOLERANCE[False] * float(np.abs(expected).max()),
+        lambda results: results[-1][:, rows],
+        results=2,
+    )
+
+
 def _visible(width: int) -> np.ndarray:
     """Masks `(width, 2)` uint32 of rows that see all in front of them and themselves."""
     masks = [(2 << row) - 1 for row in range(width)]
@@ -200,6 +237,7 @@ def _cache_reads(task: "Task") -> int:
 OPERATIONS = {
     "attention": Operation((1,), _attention, _cache_reads),
     "attention_parts": Operation((1,), _attention_parts, _cache_reads),
+    "head_codes": Operation((2, 3), _head_codes),
     "low_bit_linear": Operation((3, 4), _low_bit_linear),
     "norm_low_bit_linear": Operation((2, 3), _fused_linear),
     "quantize_low_bit_linear": Operation((1, 2), _fused_linear),

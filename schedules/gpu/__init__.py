@@ -7,6 +7,7 @@ from schedules.gpu import (
     attention_whole,
     fused_linear,
     gemv_tile,
+    head_codes,
     low_bit_group_mma,
     low_bit_group_mma_wide,
     low_bit_mma,
@@ -16,7 +17,6 @@ from schedules.gpu.attention_join import attention_join
 from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed
 from schedules.gpu.head import greedy, head
-from schedules.gpu.head_codes import head_codes
 from schedules.gpu.head_norm import final_norm_codes
 from schedules.gpu.head_rescore import head_rescore
 from schedules.gpu.low_bit_embed import low_bit_embed
@@ -29,6 +29,7 @@ from schedules.gpu.step import accept, step_rows
 TEMPLATES = {
     "attention": (attention_whole.TEMPLATE, attention.TEMPLATE),
     "attention_parts": (attention_split.TEMPLATE, attention_parts.TEMPLATE),
+    "head_codes": (head_codes.TEMPLATE,),
     "low_bit_linear": (
         low_bit_mma_wide.TEMPLATE,
         low_bit_mma.TEMPLATE,
@@ -55,7 +56,6 @@ RULES = {
     "gated_quantize": gated_quantize,
     "greedy": greedy,
     "head": head,
-    "head_codes": head_codes,
     "head_rescore": head_rescore,
     "low_bit_embed": low_bit_embed,
     "norm_quantize": norm_quantize,

@@ -1,5 +1,7 @@
 """Logits over the 8-bit table on cuda: mma m16n8k32 of int8, exact sums in int32.
 
+Of `relax_models.head_ops.head_codes`.
+
 A warp has tiles of 16 rows of the table for all of K, and tiles of 8 activation rows; the layout
 (relax_models.bounded_head.pack_codes) gives a lane its 16 bytes of a step as the mma takes them. An
 activation is two int8: a step multiplies both, and the sum of the first ones is shifted to its
@@ -18,6 +20,7 @@ from schedules.gpu.head_codes_tile import (
     SUMS,
     TOKENS,
     CodeTile,
+    candidates,
     choose_tile,
     problem,
 )
@@ -33,16 +36,10 @@ from schedules.gpu.thread import (
     wait_for_others,
 )
 from schedules.sampling import key_of
+from schedules.space import Template
 from schedules.workload import Workload
 
 NO_KEY = -(2**31)
-
-
-def head_codes(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.head_ops.head_codes`."""
-    return code_head(work, choose_tile(work.width), overlaps(target))
 
 
 def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
@@ -258,3 +255,17 @@ def _penalised_shell(work: Workload, grid: int, threads: int, one_thread) -> tir
                     )
 
     return func
+
+
+def _make(work: Workload, tile: CodeTile, target: tvm.target.Target) -> tirx.PrimFunc:
+    return code_head(work, tile, overlaps(target))
+
+
+TEMPLATE = Template(
+    name="head_codes",
+    tile=CodeTile,
+    serves=lambda work, card: True,
+    choose=lambda work, card: choose_tile(work.width),
+    candidates=lambda work, card: candidates(work.width),
+    make=_make,
+)

@@ -1,6 +1,8 @@
 """Tiles of the head over the 8-bit table on cuda: which fit, and which the rule takes."""
 
+from collections.abc import Iterator
 from dataclasses import astuple, dataclass
+from itertools import product
 
 from schedules.gpu.low_bit_mma_tile import limit
 from schedules.gpu.thread import STATIC_SHARED_BYTES, WARP, ceil_div
@@ -87,3 +89,21 @@ def choose_tile(width: int) -> CodeTile:
         return CodeTile(4, 4, token_tiles, 4, 0)
     # Four tiles of the table would share more, but leave no registers for loads under way.
     return CodeTile(12, 2, token_tiles, 4, 3)
+
+
+def candidates(width: int) -> list[CodeTile]:
+    """Tiles worth measuring for `width` activation rows: no share of them has an idle tile."""
+    return [tile for tile in _variants(width) if not problem(tile)]
+
+
+def _variants(width: int) -> Iterator[CodeTile]:
+    pairs = ceil_div(width, TOKENS)
+    least = ceil_div(pairs, MOST_TOKEN_TILES)
+    # The table once, or from the cache again for the other half of the rows.
+    shares = sorted({ceil_div(pairs, n) for n in (least, 2 * least)}, reverse=True)
+    shapes = product((4, 8, 12, 16), (1, 2, 3, 4), shares)
+    for (warps, row_tiles, token_tiles), ahead in product(shapes, (2, 4, 8)):
+        yield CodeTile(warps, row_tiles, token_tiles, ahead, 0)
+        # What a block shares must be worth its barriers.
+        if token_tiles > 1 and warps > STEPS:
+            yield CodeTile(warps, row_tiles, token_tiles, ahead, 3)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.reference.head_bound import code_head, plain_request
 from bitmtp_tvm.reference.ops import (
     attention,
     gated,
@@ -17,7 +18,7 @@ from bitmtp_tvm.reference.ops import (
     quantize_groups,
     rms_norm,
 )
-from relax_models.bounded_head import LEAST_FLOOR, LOW_CODES, ROW_TILE, SCALE, unpack_codes
+from relax_models.bounded_head import LEAST_FLOOR, ROW_TILE
 from relax_models.formats import K_BLOCK, get_format, pack, pack_scales
 
 if TYPE_CHECKING:
@@ -204,17 +205,16 @@ def _head_codes(task: "Task", kind: str) -> Inputs:
     asked = np.arange(width, dtype=np.int32)
     # No penalty, and nothing seen.
     penalty = [np.zeros(s, d) for s, d in zip(task.shapes[5:-2], task.dtypes[5:-2], strict=True)]
-    size = codes_shape[1] * K_BLOCK
     tiles = np.unique(np.linspace(0, codes_shape[0] - 1, HEAD_TILES).astype(int))
     rows = (tiles[:, None] * ROW_TILE + np.arange(ROW_TILE)).ravel()
-    known = unpack_codes(codes[tiles], len(rows), size)[rows < vocab_size].astype(np.float64)
-    rows = rows[rows < vocab_size]
-    whole = LOW_CODES * q[:, 0].astype(np.float64) + q[:, 1]
-    expected = whole @ known.T * spread[:, :1] * bounds[SCALE, rows]
+    size, request = codes_shape[1] * K_BLOCK, plain_request(width, len(rows))
+    expected, _ = code_head(q, spread, codes[tiles], bounds[:, rows], size, request)
+    # Behind the vocabulary the last tile holds nothing.
+    expected, rows = expected[:, rows < vocab_size], rows[rows < vocab_size]
     floor, logits = np.full(width, LEAST_FLOOR, np.int32), np.full((width, vocab_size), np.nan)
     return Inputs(
         (q, spread, codes, bounds, asked, *penalty, floor, logits.astype(np.float32)),
-        expected.astype(np.float32),
+        expected,
         TOLERANCE[False] * float(np.abs(expected).max()),
         lambda results: results[-1][:, rows],
         results=2,

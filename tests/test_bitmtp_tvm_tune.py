@@ -5,6 +5,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from bitnet_checkpoint import WIDE, write_checkpoint
 
@@ -12,12 +13,13 @@ from bitmtp_tvm import nvrtc, tune, tuning_build, tuning_run
 from bitmtp_tvm.compile import CompileOptions
 from bitmtp_tvm.cubin import find_cubins
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.records import Record, Records
+from bitmtp_tvm.records import Key, Record, Records
+from bitmtp_tvm.reference.head_bound import code_head, plain_request
 from bitmtp_tvm.targets import get_target
 from bitmtp_tvm.tune import main
 from bitmtp_tvm.tuning_build import Built, Wanted, build_all, with_built
-from bitmtp_tvm.tuning_inputs import OPERATIONS
-from bitmtp_tvm.tuning_plan import read_plan
+from bitmtp_tvm.tuning_inputs import OPERATIONS, is_right, make_inputs
+from bitmtp_tvm.tuning_plan import Task, read_plan
 
 WIDTHS = (1, 4)
 PREFILL = (128, 512)
@@ -83,6 +85,23 @@ def test_every_operation_with_templates_has_inputs():
     from schedules.rule import TEMPLATES
 
     assert {op for ops in TEMPLATES.values() for op in ops} == set(OPERATIONS)
+
+
+def test_what_a_head_is_tuned_with_ends_with_the_vocabulary():
+    """Of 1001 rows of the table the last tile of 16 has nine: those are compared as well."""
+    shapes = ((3, 2, 128), (3, 3), (63, 1, 4, 32, 4), (3, 1008), (3,), (3,), (3, 1001))
+    dtypes = ("int8", "float32", "uint32", "float32", "int32", "int32", "float32")
+    key = Key("head_codes", "", 1001, 256, 3, residual=False, overlap=True)
+    task = Task("head", key, {}, shapes, dtypes, (2, 3), 0, {})
+    inputs = make_inputs(task, "cuda")
+    assert [(a.shape, str(a.dtype)) for a in inputs.arguments] == [
+        *zip(shapes, dtypes, strict=True)
+    ]
+    q, spread, codes, bounds, *_ = inputs.arguments
+    logits, _ = code_head(q, spread, codes, bounds, 128, plain_request(3, 1001))
+    assert is_right(inputs, [inputs.arguments[-2], logits])
+    logits[2, 1000] += np.abs(logits).max() / 1000
+    assert not is_right(inputs, [inputs.arguments[-2], logits])
 
 
 @pytest.mark.parametrize("trials", [0, 5, 9, 40, 500])

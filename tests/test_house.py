@@ -65,6 +65,8 @@ RUNTIME = {
         "records",
         "reference",
         "reference.choose",
+        "reference.choose",
+        "reference.head_bound",
         "reference.ops",
         "sampling",
         "session",
@@ -94,7 +96,7 @@ RUNTIME = {
 } | {"bitmtp_tvm"}
 TVM_COMPILER = {"tvm.relax", "tvm.s_tir", "tvm.script", "tvm.te", "tvm.tirx", "tvm.topi"}
 # Of relax_models, the layouts of the device's state and of weights; they need no TVM (below).
-LAYOUTS = {"relax_models.state", "relax_models.formats"}
+LAYOUTS = {"relax_models.bounded_head", "relax_models.formats", "relax_models.state"}
 COMPILER = TVM_COMPILER | {"relax_models", "schedules", "cuda", "ziglang"}
 
 PACKAGES = ("bitmtp_tvm", "relax_models", "schedules", "tests")

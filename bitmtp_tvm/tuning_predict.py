@@ -94,8 +94,12 @@ def _is_measured(records: Records, found: Found, target: Target) -> bool:
 
 
 def _likeliest(found: Found, target: Target, model: CostModel) -> list[Wanted]:
-    """The few choices that the model ranks first."""
-    choices = found.choices
+    """The few choices that the model ranks first, of the rule's template.
+
+    Which template serves how many rows is for the rule: of those that lose there are hardly any
+    records, and the model would take them for as fast as those that won elsewhere.
+    """
+    choices = [c for c in found.choices if c.template is found.choices[0].template]
     seconds = model.seconds([sample(found, choice, target) for choice in choices])
     order = sorted(range(len(choices)), key=lambda i: seconds[i])[:LIKELIEST]
     return [

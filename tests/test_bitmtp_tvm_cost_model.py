@@ -153,6 +153,21 @@ def test_predicted_records_are_never_called_measured(model, found, tmp_path, tar
     assert record.arguments != best
 
 
+def test_which_template_serves_is_not_predicted(model, found, tmp_path):
+    """Of another template than the rule's no tile wins, however fast it is taken to be."""
+    from types import SimpleNamespace
+
+    from bitmtp_tvm.tuning_predict import predict
+
+    best = min(TILES, key=lambda t: card_seconds(Sample(found[0].task.key, "", t, H20)))
+    slow, other = found[0].choices[0], SimpleNamespace(name="low_bit_gemv")
+    beyond = SimpleNamespace(template=other, arguments=lambda: best)
+    task = SimpleNamespace(task=found[0].task, choices=(slow, beyond))
+    assert predict([task], H20, "h200", model[0], tmp_path, builds_without(lambda t: False)) == 1
+    (record,) = Records.read(tmp_path).of(task.task.key)
+    assert (record.template, record.arguments) == ("low_bit_mma", TILES[0])
+
+
 def test_a_measurement_of_the_card_itself_stays(model, found, tmp_path):
     from bitmtp_tvm.tuning_predict import predict
 

@@ -59,13 +59,16 @@ def test_the_first_codes_are_loaded_in_front_of_the_wait():
 
 
 def test_up_to_64_rows_see_the_table_together():
-    from schedules.gpu.head_codes_tile import choose_tile, problem
+    from schedules.gpu.head_codes_tile import candidates, choose_tile, problem
 
     for rows in range(1, 200):
         tile = choose_tile(rows)
         assert problem(tile) == ""
         assert bool(tile.stages) == (tile.token_tiles > 4)
         assert -(-rows // (8 * tile.token_tiles)) == -(-rows // 64)
+        if rows % 8 == 1:
+            assert tile in candidates(rows)
+            assert not [other for other in candidates(rows) if problem(other)]
 
 
 def test_a_tile_that_does_not_fit_is_refused():

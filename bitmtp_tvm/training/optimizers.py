@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import AdamW, Optimizer
 
 from bitmtp_tvm.errors import UsageError
@@ -30,18 +31,34 @@ def muon(model: nn.Module, options: TrainOptions, fused: bool) -> list[Optimizer
     """Muon for the layers' matrices, with AdamW's size of step, and AdamW for the others."""
     if not hasattr(torch.optim, "Muon"):
         raise UsageError("--optimizer muon needs PyTorch 2.9 or newer")
-    if torch.distributed.is_initialized():
-        raise UsageError("--optimizer muon needs whole matrices: it runs in one process only")
     matrices, others = _split(model)
     if not matrices:
         raise UsageError("--optimizer muon has no matrix to train: leave it out")
-    first = torch.optim.Muon(
+    first = _whole_muon()(
         matrices,
         lr=options.lr,
         weight_decay=options.weight_decay,
         adjust_lr_fn="match_rms_adamw",
     )
     return [first, _adamw([{"params": others, "weight_decay": 0.0}], options, fused)]
+
+
+def _whole_muon() -> type[Optimizer]:
+    """Muon for matrices that are sharded too."""
+
+    class WholeMuon(torch.optim.Muon):
+        """Every process orthogonalises whole matrices, and keeps its share of what comes out: to
+        gather a gradient once takes less than each of the products over shares would."""
+
+        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if isinstance(parameter.grad, DTensor):
+                        everywhere = [Replicate()] * parameter.grad.device_mesh.ndim
+                        parameter.grad = parameter.grad.redistribute(placements=everywhere)
+            return super().step(closure)
+
+    return WholeMuon
 
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainOptions, bool], list[Optimizer]]] = {

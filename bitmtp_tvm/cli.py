@@ -12,6 +12,9 @@ from bitmtp_tvm.errors import BitMTPError
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
+_received: list[int] = []
+"""Signals that asked for the end of the command that runs."""
+
 
 def run(work: Callable[[], object], verbose: bool = False) -> int:
     """Run `work` and return the exit code of the command.
@@ -47,18 +50,26 @@ def _stopping() -> Iterator[list[int]]:
 
     Foreign code on the stack may turn the exception into another, so the list is what counts.
     """
-    received: list[int] = []
+    _received.clear()
 
     def stop(number: int, frame: object) -> None:
-        received.append(number)
+        _received.append(number)
         raise KeyboardInterrupt
 
     before = {number: signal.signal(number, stop) for number in STOPPING}
     try:
-        yield received
+        yield _received
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        _received.clear()
+
+
+def check_stopped() -> None:
+    """Raise the KeyboardInterrupt of a signal again where it was lost: numpy drops all that is
+    raised while it looks for an attribute, and a loop without end would go on."""
+    if _received:
+        raise KeyboardInterrupt
 
 
 def _ended(fault: BaseException, received: list[int], verbose: bool) -> int:

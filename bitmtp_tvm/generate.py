@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from bitmtp_tvm.arguments import add_decode_arguments, add_sampling_arguments, positive
-from bitmtp_tvm.cli import run
+from bitmtp_tvm.cli import check_stopped, run
 from bitmtp_tvm.demo import demo_artifact
 from bitmtp_tvm.errors import BitMTPError, UsageError
 
@@ -254,6 +254,8 @@ def writer(options: GenerateOptions) -> Callable[["Generation"], None]:
 
 
 def write_json(generation: "Generation", logprobs: bool) -> None:
+    for _ in generation.tokens():
+        check_stopped()
     # Plain ASCII: no character of the text can be taken for the end of a line.
     print(json.dumps(generation.result().to_dict(logprobs)), flush=True)
 
@@ -261,6 +263,7 @@ def write_json(generation: "Generation", logprobs: bool) -> None:
 def write_text(generation: "Generation") -> None:
     try:
         for piece in generation:
+            check_stopped()
             print(piece, end="", flush=True)
     finally:
         print(flush=True)
@@ -270,6 +273,7 @@ def write_text(generation: "Generation") -> None:
 def write_ids(generation: "Generation") -> None:
     try:
         for place, token in enumerate(generation.tokens()):
+            check_stopped()
             print(f",{token}" if place else token, end="", flush=True)
     finally:
         print(flush=True)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bitmtp_tvm import generate as command
 from bitmtp_tvm.chat import ChatTemplate
 from bitmtp_tvm.engine import Parts
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.generation import Generation
 from bitmtp_tvm.text import TextCodec
 
 ROOT = Path(bitmtp_tvm.__file__).parents[1]
@@ -369,6 +371,26 @@ def test_ctrl_c_ends_it_without_a_traceback():
         out, err = child.communicate(timeout=20)
     assert child.returncode == 130 and out.endswith(b"\n")
     assert err == b"interrupted\n"
+
+
+@pytest.mark.parametrize(
+    "asked", [("--prompt", "x"), ("--prompt", "x", "--json"), ("--prompt-ids", "5")]
+)
+def test_a_signal_whose_exception_was_lost_ends_it_as_well(run, monkeypatch, asked):
+    """As when numpy looks for an attribute: what is raised there is dropped."""
+    seen, read = [], Generation._read
+
+    def reading(generation):
+        for event in read(generation):
+            with suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+            seen.append(event)
+            yield event
+
+    monkeypatch.setattr(Generation, "_read", reading)
+    code, _, err = run(*asked, "--max-new-tokens", "50")
+    assert (code, err) == (130, "interrupted\n")
+    assert len(seen) < 10
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])

@@ -50,7 +50,6 @@ def _stopping() -> Iterator[list[int]]:
 
     Foreign code on the stack may turn the exception into another, so the list is what counts.
     """
-    _received.clear()
 
     def stop(number: int, frame: object) -> None:
         _received.append(number)

@@ -65,7 +65,6 @@ RUNTIME = {
         "records",
         "reference",
         "reference.choose",
-        "reference.choose",
         "reference.head_bound",
         "reference.ops",
         "sampling",

@@ -41,6 +41,7 @@ def test_kernels_of_the_real_shape_compile_without_spills(arch):
     assert {k.name: k.stack_bytes for k in found.kernels if k.stack_bytes} == {}
     assert max(k.shared_bytes for k in found.kernels) <= 48 * 1024
     narrow = [k for k in found.kernels if k.name.endswith("rows_16_kernel")]
+    assert max(k.shared_bytes for k in narrow) <= 1024
     assert len(narrow) == 3 and max(k.registers for k in narrow) <= 128
 
 
@@ -53,7 +54,7 @@ def test_the_first_codes_are_loaded_in_front_of_the_wait():
     )
     body = text[text.index('extern "C" __global__') :]
     before = body[: body.index("griddepcontrol_wait")]
-    assert before.count("ld_vec_weak_global") == tile.row_tiles * tile.ahead
+    assert before.count("ld_vec_weak_global") == tile.row_tiles * tile.ahead == 16
     assert "launch_dependents" in before
     assert not [name for name in ("q_ptr[", "spread_ptr[", "logit_rows_ptr[") if name in before]
 

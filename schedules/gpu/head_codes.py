@@ -144,18 +144,20 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                 raise_floor(keys, floor, i, token + n * TOKENS + lane % 4 * 2 + i, lane)
 
     @T.macro
-    def one_warp(q, spread, codes, bounds, logit_rows, given, floor, logits, tile_, token, thread):
+    def one_warp(
+        q, spread, codes, bounds, logit_rows, given, floor, logits, first_tile, token, thread
+    ):
         shared = T.sblock_alloc_buffer((room,), "uint32", scope=scope)
         words = T.sblock_alloc_buffer((tile.ahead * row_tiles * WORDS,), "uint32", scope="local")
         acc = T.sblock_alloc_buffer((tile.sums,), "uint32", scope="local")
         if waits:
             let_others_start()
-        begin(codes, words, tile_, thread % WARP)
+        begin(codes, words, first_tile, thread % WARP)
         if waits:
             wait_for_others()
         # Of a block's rows: all its warps know the same, and wait for one another.
         if any_asks(logit_rows, token, thread % WARP):
-            accumulate(q, shared, codes, words, acc, tile_, token, thread)
+            accumulate(q, shared, codes, words, acc, first_tile, token, thread)
             store(
                 acc,
                 spread,
@@ -164,7 +166,7 @@ def code_head(work: Workload, tile: CodeTile, waits: bool) -> tirx.PrimFunc:
                 given,
                 floor,
                 logits,
-                tile_,
+                first_tile,
                 token,
                 thread % WARP,
             )

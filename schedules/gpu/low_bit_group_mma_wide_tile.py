@@ -2,21 +2,27 @@
 which are worth measuring, and where the rule takes one at all."""
 
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from itertools import product
 
 from schedules.gpu.low_bit_group_gemv import warps_for
 from schedules.gpu.low_bit_group_mma_warp import OUTPUTS, PARTS, TOKENS
 from schedules.gpu.low_bit_mma_tile import RESIDENT_THREADS, limit
+from schedules.gpu.low_bit_mma_wide_tile import (
+    L2_BYTES_A_CYCLE,
+    LEAST_ROWS,
+    PRODUCT_CYCLES,
+    TURN_LATENCY,
+    BlockTile,
+    likeliest,
+)
 from schedules.gpu.packed import GROUP_PACKINGS, K_BLOCK, WORDS, Packing
 from schedules.gpu.thread import MAX_THREADS, STATIC_SHARED_BYTES, WARP, ceil_div
 from schedules.space import Card
 from schedules.workload import Workload
 
-# Fewer rows are left to the kernel that splits K, and so are those of the rule.
-LEAST_ROWS = 65
+# Of the rule: fewer rows are left to the kernel that splits K.
 LEAST_RULED_ROWS = 128
-MOST_CANDIDATES = 80
 # Sums of a result in a lane: of the parts of a group, and that of the splits of K behind them.
 SUMS = PARTS + 1
 # Tiles of 16 x 8 of a warp: eight would take 160 sums, and some registers more than there are.
@@ -26,45 +32,16 @@ OTHER_REGISTERS = 56
 SHAPES = ((4, 2, 2, 3), (2, 4, 2, 3), (2, 2, 2, 3), (4, 2, 2, 2), (2, 2, 2, 2), (2, 2, 2, 1))
 # Instructions of a product of four results a lane: itself, four exact shares, four sums, a factor.
 PRODUCT_INSTRUCTIONS = 10
-# Of one scheduler, for a product: cycles of the tensor cores, and of the kernel that splits K, by
-# what a step of 64 rows takes longer than one of 32.
-PRODUCT_CYCLES = 8
+# Of one scheduler, for a product: cycles of the kernel that splits K, by what a step of 64 rows
+# takes longer than one of 32.
 SPLIT_CYCLES = 40
-# As in low_bit_mma_wide_tile.py.
+# Of a warp: instructions of a turn besides products, unpacking and loads.
 TURN_INSTRUCTIONS = 80
-TURN_LATENCY = 300
-L2_BYTES_A_CYCLE = 24
 
 
 @dataclass(frozen=True)
-class GroupWideTile:
-    """What one block computes: `row_warps` x `token_warps` warps have `row_tiles` tiles of packed
-    rows and `token_tiles` of 8 activation rows each.
-
-    stages: groups of K that have room in shared memory; resident: blocks that a multiprocessor must
-    have registers for.
-    """
-
-    row_warps: int
-    token_warps: int
-    row_tiles: int
-    token_tiles: int
-    stages: int
-    resident: int
-
-    @property
-    def threads(self) -> int:
-        return self.row_warps * self.token_warps * WARP
-
-    @property
-    def block_tiles(self) -> int:
-        """Packed row tiles of a block."""
-        return self.row_warps * self.row_tiles
-
-    @property
-    def tokens(self) -> int:
-        """Activation rows of a block."""
-        return self.token_warps * self.token_tiles * TOKENS
+class GroupWideTile(BlockTile):
+    """As `BlockTile`, of packed rows: `stages` are groups of K, codes of both sides."""
 
 
 def halves(tile: GroupWideTile, packing: Packing) -> int:
@@ -147,15 +124,7 @@ def candidates(work: Workload, card: Card) -> list[GroupWideTile]:
     packing = packing_of(work)
     fitting = (tile for tile in _variants() if not problem(tile, packing))
     found = [tile for tile in fitting if tile.tokens < work.width + 64]
-    return sorted(found, key=lambda tile: _rank(work, tile, card))[:MOST_CANDIDATES]
-
-
-def _rank(work: Workload, tile: GroupWideTile, card: Card) -> float:
-    """What the tile promises; those of no use by what is known come behind."""
-    cycles = _cycles(work, tile, card)
-    fewer = replace(tile, resident=max(1, tile.resident - 1))
-    useful = tile.resident == 1 or cycles < _cycles(work, fewer, card)
-    return cycles * (1 if useful and tile.stages == 3 else 1.06)
+    return likeliest(found, lambda tile: _cycles(work, tile, card))
 
 
 def _variants() -> Iterator[GroupWideTile]:

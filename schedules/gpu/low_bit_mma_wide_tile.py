@@ -1,9 +1,10 @@
 """Tiles of the ternary linear for many activation rows: which fit, which the rule takes, which are
 worth measuring."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 from schedules.gpu.low_bit_mma_tile import RESIDENT_THREADS, limit
 from schedules.gpu.low_bit_mma_warp import K_BLOCK, LOADS, STEPS, SUMS, TOKENS, WORDS
@@ -29,7 +30,7 @@ L2_BYTES_A_CYCLE = 24
 
 
 @dataclass(frozen=True)
-class WideTile:
+class BlockTile:
     """What one block computes: `row_warps` x `token_warps` warps have `row_tiles` tiles of 16 rows
     and `token_tiles` of 8 tokens each.
 
@@ -57,6 +58,14 @@ class WideTile:
     def tokens(self) -> int:
         """Activation rows of a block."""
         return self.token_warps * self.token_tiles * TOKENS
+
+
+Tile = TypeVar("Tile", bound=BlockTile)
+
+
+@dataclass(frozen=True)
+class WideTile(BlockTile):
+    """As `BlockTile`, of exact sums."""
 
     @property
     def sums(self) -> int:
@@ -110,15 +119,20 @@ def _cycles(work: Workload, tile: WideTile, card: Card) -> float:
 def candidates(work: Workload, card: Card) -> list[WideTile]:
     """Tiles worth measuring, those first that promise the most."""
     found = [tile for tile in _variants() if not problem(tile) and tile.tokens < work.width + 64]
-    return sorted(found, key=lambda tile: _rank(work, tile, card))[:MOST_CANDIDATES]
+    return likeliest(found, lambda tile: _cycles(work, tile, card))
 
 
-def _rank(work: Workload, tile: WideTile, card: Card) -> float:
-    """What the tile promises; those of no use by what is known come behind."""
-    cycles = _cycles(work, tile, card)
-    fewer = replace(tile, resident=max(1, tile.resident - 1))
-    useful = tile.resident == 1 or cycles < _cycles(work, fewer, card)
-    return cycles * (1 if useful and tile.stages == 3 else 1.06)
+def likeliest(tiles: list[Tile], cycles: Callable[[Tile], float]) -> list[Tile]:
+    """Those that promise the most, by the cycles that they are expected to take; those of no use by
+    what is known come behind."""
+
+    def rank(tile: Tile) -> float:
+        expected = cycles(tile)
+        fewer = replace(tile, resident=max(1, tile.resident - 1))
+        useful = tile.resident == 1 or expected < cycles(fewer)
+        return expected * (1 if useful and tile.stages == 3 else 1.06)
+
+    return sorted(tiles, key=rank)[:MOST_CANDIDATES]
 
 
 def _variants() -> Iterator[WideTile]:

@@ -1,6 +1,8 @@
 """Optimisers by name, and the running mean of the weights."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,31 +36,81 @@ def muon(model: nn.Module, options: TrainOptions, fused: bool) -> list[Optimizer
     matrices, others = _split(model)
     if not matrices:
         raise UsageError("--optimizer muon has no matrix to train: leave it out")
-    first = _whole_muon()(
-        matrices,
-        lr=options.lr,
-        weight_decay=options.weight_decay,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    first = _batched_muon()(matrices, lr=options.lr, weight_decay=options.weight_decay)
     return [first, _adamw([{"params": others, "weight_decay": 0.0}], options, fused)]
 
 
-def _whole_muon() -> type[Optimizer]:
-    """Muon for matrices that are sharded too."""
+def _batched_muon() -> type[Optimizer]:
+    """PyTorch's Muon with another `step`; its class is there from PyTorch 2.9 on."""
 
-    class WholeMuon(torch.optim.Muon):
-        """Every process orthogonalises whole matrices, and keeps its share of what comes out: to
-        gather a gradient once takes less than each of the products over shares would."""
+    class BatchedMuon(torch.optim.Muon):
+        """Orthogonalises all matrices of one shape together: one by one, those of twelve layers are
+        1,700 launches of a few microseconds each.
 
-        def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        Every process has whole momenta and orthogonalises whole matrices, and keeps its share of
+        what comes out: to gather a gradient once takes less than each product over shares would.
+        """
+
+        @torch.no_grad()
+        def step(self, closure: None = None) -> None:
             for group in self.param_groups:
+                alike = defaultdict(list)
                 for parameter in group["params"]:
-                    if isinstance(parameter.grad, DTensor):
-                        everywhere = [Replicate()] * parameter.grad.device_mesh.ndim
-                        parameter.grad = parameter.grad.redistribute(placements=everywhere)
-            return super().step(closure)
+                    if parameter.grad is not None:
+                        alike[parameter.shape].append(parameter)
+                for parameters in alike.values():
+                    self._step(group, parameters)
 
-    return WholeMuon
+        def _step(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+            gradients = [_whole(parameter.grad) for parameter in parameters]
+            momenta = [self._momentum(p, g) for p, g in zip(parameters, gradients, strict=True)]
+            torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+            ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
+            found = orthogonal(torch.stack(ahead), group["ns_coefficients"], group["ns_steps"])
+            # As long a step as AdamW's: torch.optim.Muon calls that match_rms_adamw.
+            rate = group["lr"] * 0.2 * max(parameters[0].shape) ** 0.5
+            keep = 1 - group["lr"] * group["weight_decay"]
+            for parameter, update in zip(parameters, found.float().unbind(), strict=True):
+                parameter.mul_(keep).add_(_share_of(update, parameter), alpha=-rate)
+
+        def _momentum(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+            state = self.state[parameter]
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            return state["momentum_buffer"]
+
+    return BatchedMuon
+
+
+def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps: int) -> Tensor:
+    """The nearest orthogonal matrices, roughly: matrices `(…, N, K)` -> the same in bfloat16.
+
+    The quintic Newton-Schulz iteration of Jordan et al., "Muon" (2024), as torch.optim.Muon runs it
+    on one matrix.
+    """
+    a, b, c = coefficients
+    x = matrices.bfloat16()
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def _whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def _share_of(update: Tensor, parameter: Tensor) -> Tensor:
+    """What of a whole matrix belongs to the process's share of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return update
+    mesh = parameter.device_mesh
+    everywhere = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim)
+    return everywhere.redistribute(placements=parameter.placements)
 
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainOptions, bool], list[Optimizer]]] = {

@@ -111,29 +111,32 @@ def document_numbers(tokens: Tensor, bos: int | None, eos: int | None) -> Tensor
 def _mask(
     documents: Tensor, anchors: Tensor, block_size: int, block_attention: str, flex: bool
 ) -> Tensor | BlockMask:
-    """Who sees whom, of documents `(B, L)` and anchors `(B, A)`."""
+    """Who sees whom, of documents `(B, L)` and anchors `(B, A)`.
+
+    A row sees two runs of rows: clean ones from `start` to `limit`, and of its own block those from
+    `first` to `last`, none for a clean row.
+    """
     length, count = documents.shape[1], anchors.shape[1]
     device = documents.device
     # The first row of each row's own document: documents ascend, so it is where theirs begins.
-    first = torch.searchsorted(documents.contiguous(), documents.contiguous())
-    rows = torch.arange(length, device=device).expand_as(documents)
-    behind = torch.arange(count * block_size, device=device) // block_size
-    start = torch.cat([first, _at(first, anchors).repeat_interleave(block_size, 1)], dim=1)
-    limit = torch.cat([rows, anchors.repeat_interleave(block_size, 1)], dim=1)
-    block = torch.cat([torch.full((length,), -1, device=device), behind])
-    causal = block_attention == "causal"
+    begun = torch.searchsorted(documents.contiguous(), documents.contiguous())
+    rows = torch.arange(length, device=device)
+    start = torch.cat([begun, _at(begun, anchors).repeat_interleave(block_size, 1)], dim=1)
+    limit = torch.cat([rows.expand_as(documents), anchors.repeat_interleave(block_size, 1)], dim=1)
+    behind = length + torch.arange(count * block_size, device=device)
+    opened = behind - (behind - length) % block_size
+    closed = behind if block_attention == "causal" else opened + block_size - 1
+    first = torch.cat([torch.zeros_like(rows), opened])
+    last = torch.cat([torch.full_like(rows, -1), closed])
     if flex:
-        return _flex_mask(start, limit, block, length, causal)
+        return _flex_mask(start, limit, first, last, length)
     seen = torch.arange(length + len(behind), device=device)
-    clean = (seen < length) & (seen >= start[..., None]) & (seen <= limit[..., None])
-    own = (block[:, None] == block[None, :]) & (seen >= length)
-    if causal:
-        own = own & (seen <= seen[:, None])
-    return (clean | own)[:, None]
+    clean = (seen >= start[..., None]) & (seen <= limit[..., None])
+    return (clean | ((seen >= first[:, None]) & (seen <= last[:, None])))[:, None]
 
 
-def _flex_mask(start: Tensor, limit: Tensor, block: Tensor, length: int, causal: bool) -> BlockMask:
-    """The same as blocks of 128 by 128: start, limit `(B, T)`, block `(T,)`.
+def _flex_mask(start: Tensor, limit: Tensor, first: Tensor, last: Tensor, length: int) -> BlockMask:
+    """The same as blocks of 128 by 128: start, limit `(B, T)`, first, last `(T,)`.
 
     Which blocks hold anything is worked out from the rows' bounds: asking the rule for every pair,
     as `create_block_mask` does, would cost more than the attention.
@@ -143,23 +146,22 @@ def _flex_mask(start: Tensor, limit: Tensor, block: Tensor, length: int, causal:
         raise ValueError(
             f"{length} clean and {total - length} mask rows: both must be multiples of {FLEX_BLOCK}"
         )
+    # Attention looks them up for every pair of a block that is not full: 64 bits would double that.
+    start, limit, first, last = (bound.int() for bound in (start, limit, first, last))
 
     def sees(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        clean = (kv < length) & (kv >= start[b, q]) & (kv <= limit[b, q])
-        own = (block[q] == block[kv]) & (kv >= length)
-        return clean | (own & (kv <= q) if causal else own)
+        clean = (kv >= start[b, q]) & (kv <= limit[b, q])
+        return clean | ((kv >= first[q]) & (kv <= last[q]))
 
     # Of each block of rows: the least and the largest of every bound, `(B, T / 128)`.
     starts, limits = (t.view(batch, -1, FLEX_BLOCK) for t in (start, limit))
-    first = torch.arange(0, total, FLEX_BLOCK, device=start.device)
-    last = first + FLEX_BLOCK - 1
-    is_clean = first < length
-    some = (starts.amin(-1)[..., None] <= last) & (limits.amax(-1)[..., None] >= first) & is_clean
-    full = (starts.amax(-1)[..., None] <= first) & (limits.amin(-1)[..., None] >= last) & is_clean
-    blocks = block.view(-1, FLEX_BLOCK)
-    low, high = blocks.amin(-1), blocks.amax(-1)
-    shared = (low[:, None] <= high) & (low <= high[:, None]) & ~is_clean & ~is_clean[:, None]
-    partial = (some & ~full) | shared
+    low = torch.arange(0, total, FLEX_BLOCK, device=start.device)
+    high = low + FLEX_BLOCK - 1
+    some = (starts.amin(-1)[..., None] <= high) & (limits.amax(-1)[..., None] >= low)
+    full = (starts.amax(-1)[..., None] <= low) & (limits.amin(-1)[..., None] >= high)
+    firsts, lasts = (t.view(-1, FLEX_BLOCK) for t in (first, last))
+    own = (firsts.amin(-1)[:, None] <= high) & (lasts.amax(-1)[:, None] >= low)
+    partial = (some & ~full) | own
     return BlockMask.from_kv_blocks(
         *_listed(partial[:, None]),
         *_listed(full[:, None]),

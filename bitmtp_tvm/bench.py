@@ -16,10 +16,13 @@ from bitmtp_tvm.modes import LAYOUTS
 
 # What can be measured, and the options that go with each.
 PARTS = {
-    "steps": ("fill", "plot"),
+    "steps": ("fill", "plot", "peer"),
     "kernels": ("fill", "plot", "before"),
     "modes": ("prompts", "max_new_tokens", "block_sizes", "layouts"),
 }
+
+# What else can be measured in the same run.
+PEERS = ("transformers",)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class BenchOptions:
     modes: bool = False
     fill: int | None = None
     plot: Path | None = None
+    peer: str | None = None
     before: Path | None = None
     prompts: Path | None = None
     max_new_tokens: int | None = None
@@ -102,6 +106,11 @@ def _add_steps(group: argparse._ArgumentGroup) -> None:
         type=Path,
         metavar="FILE",
         help="with --kernels --plot: what an earlier run printed, to be drawn beside",
+    )
+    group.add_argument(
+        "--peer",
+        choices=PEERS,
+        help="with --steps: time Transformers' dense bfloat16 model of the same shape as well",
     )
 
 

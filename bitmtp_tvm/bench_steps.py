@@ -11,6 +11,8 @@ from bitmtp_tvm.artifact import Artifact, check_device, open_artifact
 from bitmtp_tvm.device_state import device_state
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.generate import progress_bar
+from bitmtp_tvm.manifest import Manifest
+from bitmtp_tvm.peer import check_peer, measure_peer, peer_lines, peer_widths, shown_peer
 from bitmtp_tvm.plotting import check_picture, draw_step_times
 from bitmtp_tvm.session import Session
 from bitmtp_tvm.step_times import (
@@ -41,6 +43,8 @@ def report_steps(options: "BenchOptions") -> dict[str, Any]:
     manifest = artifact.manifest
     fill = options.fill or default_fill(manifest.context)
     graphs = manifest.kind == "cuda" and options.graph
+    if options.peer:
+        check_peer(graphs)
     hows = (GRAPH, LAUNCHES) if graphs else (LAUNCHES,)
     timings = {how: _measure(artifact, how == GRAPH, fill) for how in hows}
     facts = measured_facts(artifact, options.command, fill)
@@ -54,7 +58,18 @@ def report_steps(options: "BenchOptions") -> dict[str, Any]:
     if options.plot:
         title = f"{manifest.model} on {facts['device']}, {fill} tokens of context"
         draw_step_times(options.plot, timings, title, floor["floor_ms"])
-    return {"bench": "steps", **facts, **floor, "milliseconds": shown(timings)}
+    report = {"bench": "steps", **facts, **floor, "milliseconds": shown(timings)}
+    if options.peer:
+        report["peer"] = _beside(manifest, timings[GRAPH], fill)
+    return report
+
+
+def _beside(manifest: Manifest, ours: Mapping[int, Timing], fill: int) -> dict[str, Any]:
+    """Measure the peer and print a table; what JSON says of it."""
+    peer = measure_peer(manifest.config, peer_widths(manifest.widths), fill)
+    for line in peer_lines(peer, ours):
+        print(line)
+    return shown_peer(peer, ours)
 
 
 def measured_facts(artifact: Artifact, command: str, fill: int) -> dict[str, Any]:

@@ -248,6 +248,8 @@ def test_without_matplotlib_a_picture_is_refused_before_the_work(steps, monkeypa
         (["--modes", "--fill", "4"], "--fill goes with --steps and --kernels"),
         (["--modes", "--plot", "t.png"], "--plot goes with --steps and --kernels"),
         (["--steps", "--before", "f"], "--before goes with --kernels"),
+        (["--kernels", "--peer", "transformers"], "--peer goes with --steps"),
+        (["--modes", "--peer", "transformers"], "--peer goes with --steps"),
     ],
 )
 def test_options_of_the_other_measurement_are_refused(arguments, message, capsys):
@@ -261,6 +263,7 @@ def test_options_of_the_other_measurement_are_refused(arguments, message, capsys
         ([], "one of the arguments --steps --kernels --modes is required"),
         (["--steps", "--modes"], "not allowed with"),
         (["--steps", "--fill", "0"], "'0' is not a whole number of at least 1"),
+        (["--steps", "--peer", "vllm"], "invalid choice: 'vllm'"),
         (["--modes", "--block-sizes", "4,x"], "'x' is not a whole number"),
         (["--modes", "--layouts", "chain,wide"], "'wide' is no layout: choose of auto, chain, out"),
     ],

@@ -59,6 +59,8 @@ RUNTIME = {
         "manifest",
         "mode_rows",
         "modes",
+        "peer",
+        "peer_model",
         "plotting",
         "policy",
         "recording",

@@ -17,6 +17,7 @@ import numpy as np
 
 from bitmtp_tvm.artifact import check_device, open_artifact
 from bitmtp_tvm.bench_steps import measured_facts
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.generate import progress_bar
 from bitmtp_tvm.manifest import Manifest
@@ -136,6 +137,7 @@ def time_bucket(
     found = collect(session, entry, width, fill)
     rows = []
     for launches in found.values():
+        check_stopped()
         calls = launches.calls * -(-LEAST_CALLS // len(launches.calls))
         seconds = timer.seconds(calls) / len(calls)
         rows.append(

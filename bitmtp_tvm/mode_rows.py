@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.generation import Generation
 from bitmtp_tvm.modes import READ
 from bitmtp_tvm.step_times import StepTimes
@@ -157,6 +158,7 @@ def _runs(
     engine: Generator, prompts: Sequence[list[int]], setting: Setting, max_new_tokens: int
 ) -> list[Generation]:
     def generate(prompt: Sequence[int], tokens: int) -> Generation:
+        check_stopped()
         engine.reset()
         run = engine.generate(
             prompt,

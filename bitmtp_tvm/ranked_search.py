@@ -13,6 +13,7 @@ from typing import Any
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
+from bitmtp_tvm.cli import check_stopped
 from schedules.sampled import Sampled
 
 MOST_COMBINATIONS = 4096
@@ -51,6 +52,7 @@ class RankedSearch(ms.search_strategy.PySearchStrategy):
         self.left = []
 
     def generate_measure_candidates(self) -> list[ms.MeasureCandidate] | None:
+        check_stopped()
         count = min(self.each, self.trials, len(self.left))
         if not count:
             return None

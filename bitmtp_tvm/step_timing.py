@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.flight import TokenSession
 from bitmtp_tvm.step_times import TYPICAL_FILL, Timing
@@ -85,6 +86,7 @@ def _round(session: TokenSession, width: int, bench: Bench) -> Iterator[float]:
     before: float | None = None
     state = np.zeros(0, np.int32)
     while waiting:
+        check_stopped()
         state, _ = session.read()
         now = bench.clock()
         waiting, ran = waiting - 1, ran + steps

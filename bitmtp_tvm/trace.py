@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bitmtp_tvm.arguments import add_decode_arguments, positive
-from bitmtp_tvm.cli import run
+from bitmtp_tvm.cli import check_stopped, run
 from bitmtp_tvm.errors import UsageError
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def record(
     recorder = Recorder(parts.session)
     stop = StopCondition(parts.eos_token_ids, max_new_tokens, recorder.context)
     for _ in Decoder(recorder, parts.step_times).generate(prompt_ids, stop, decoding):
-        pass
+        check_stopped()
     return recorder.steps
 
 

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.tuning_plan import Candidate, Task, replace_file
 
@@ -76,6 +77,7 @@ def build_all(
     batches = [list(wanted[at : at + batch]) for at in range(0, len(wanted), batch)]
 
     def one(items: list[Wanted]) -> list[Built]:
+        check_stopped()
         found = _build_batch(items, target, directory, compilers)
         if progress:
             progress(len(items))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.targets import get_target
 from bitmtp_tvm.tuning_chain import Descent, descend, shortlist
@@ -41,6 +42,7 @@ class Measuring:
             self._device()
             reserve = CHAIN_SECONDS * len(self.plan.buckets) if self.chains else 0.0
             for task, function in self._order():
+                check_stopped()
                 if self.clock() > self.deadline - reserve:
                     break
                 self._alone(task, function)
@@ -140,6 +142,7 @@ def search(
     best = {name: names[0] for name, names in tops.items()}
 
     def measure(choice: dict[str, str]) -> float:
+        check_stopped()
         answer: dict[str, Any] = worker.ask({"do": "chain", "bucket": bucket, "choice": choice})
         return answer["seconds"] if answer["status"] == OK else math.inf
 

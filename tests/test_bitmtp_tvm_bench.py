@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_model import FakeModel, right
+from lost_signal import Losing, ended_at_once
 from model_manifest import model
 from safetensors.numpy import save_file
 from twin_session import TwinSession
@@ -81,6 +82,13 @@ def test_the_device_is_timed_and_not_the_host(depth):
     # The context never grows beyond what the steps have room in.
     assert session.state[Word.LENGTH] < session.context
     assert session.calls[0] == "prefill 0+39"
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_measurement():
+    session = TimedSession()
+    session.read = losing = Losing(session.read)
+    bench = Bench(20, session.model.mask_token, clock=session.clock)
+    assert ended_at_once(lambda: measure_steps(session, bench), losing)
 
 
 def test_steps_that_stop_doing_anything_are_no_measurement():

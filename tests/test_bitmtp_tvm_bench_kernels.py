@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from lost_signal import Losing, ended_at_once
 from model_manifest import model
 
 from bitmtp_tvm import bench as command
@@ -112,6 +113,19 @@ def test_kernels_run_on_what_they_found_and_on_every_layer_s_weights():
     assert all((rows == 1).all() for rows, _ in session.seen_by_kernel)
     used = [id(weight) for _, weight in session.seen_by_kernel[:3]]
     assert used == [id(weight) for weight in session.weights]
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_table():
+    session, timer = FakeSession(), HostTimer()
+    session.manifest.kernels += (KernelRecord("norm_w2", "norm_quantize", "", 2, "rule"),)
+    observe = session.observe
+
+    def both(entry, width, start, seen):
+        observe(entry, width, start, seen)
+        seen("norm_w2", session.kernel, [(session.weights[0], "")] * 2)
+
+    session.observe, timer.seconds = both, (losing := Losing(timer.seconds))
+    assert ended_at_once(lambda: time_bucket(session, timer, "step_w2", "step", 2, FILL), losing)
 
 
 def test_every_bucket_is_measured():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from fake_model import FakeModel, hashed, right
+from lost_signal import Losing, ended_at_once
 from model_manifest import model
 from twin_session import CHEAP_ROWS, TwinSession, mtp_of
 
@@ -94,6 +95,13 @@ def test_every_mode_is_compared_with_ar(monkeypatch):
     assert [row.tokens for row in found.calm] == [row.tokens for row in found.every]
     # Each prompt is computed whole, none profits from the one before.
     assert session.calls.count("prefill 0+2") == 2 * len(wanted)
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_comparison(monkeypatch):
+    engine, _ = fake_engine(monkeypatch)
+    losing = Losing(engine.reset)
+    monkeypatch.setattr(engine, "reset", losing)
+    assert ended_at_once(lambda: compare(engine, PROMPTS, [Setting("ar")], 8, None), losing)
 
 
 def test_texts_that_loop_are_left_out_of_the_second_table(monkeypatch):

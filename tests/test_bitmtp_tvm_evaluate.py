@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_model import FakeModel, hashed, wrong_at
+from lost_signal import Losing, ended_at_once
 from model_manifest import model as manifest_of
 from scored_session import FakeDecoder, ScoredSession, written
 from twin_session import CHEAP_ROWS, mtp_of
@@ -15,7 +16,9 @@ from bitmtp_tvm import engine as engine_module
 from bitmtp_tvm import evaluate as command
 from bitmtp_tvm.engine import Parts
 from bitmtp_tvm.evaluation import checkpoint, sources
+from bitmtp_tvm.evaluation.artifact_rows import ArtifactRows
 from bitmtp_tvm.evaluation.held_out import Vocabulary
+from bitmtp_tvm.evaluation.progress import counted
 from bitmtp_tvm.evaluation.torch_rows import TorchRows
 from bitmtp_tvm.manifest import TokenizerInfo
 
@@ -100,6 +103,17 @@ def test_an_artifact_is_evaluated(evaluate, tmp_path):
         "plots",
         "text.bin",
     }
+
+
+def test_a_ctrl_c_that_was_lost_ends_every_count(capsys):
+    losing = Losing()
+    assert ended_at_once(lambda: [losing() for _ in counted(range(9), "nine", 9)], losing)
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_windows(evaluate, monkeypatch):
+    losing = Losing(ArtifactRows._clean)
+    monkeypatch.setattr(ArtifactRows, "_clean", lambda rows, tokens: losing(rows, tokens))
+    assert evaluate("--artifact", "fake", *SMALL, *SHORT)[0] == 130 and losing.calls == 1
 
 
 def test_two_runs_find_the_same(evaluate, tmp_path):

@@ -5,13 +5,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_model import FakeModel, hashed, right, wrong
+from lost_signal import Losing, ended_at_once
 from twin_session import CHEAP_ROWS, TwinSession, mtp_of
 
 from bitmtp_tvm import engine as engine_module
 from bitmtp_tvm import trace as command
 from bitmtp_tvm.engine import Parts
 from bitmtp_tvm.modes import resolve
-from bitmtp_tvm.recording import TracedStep
+from bitmtp_tvm.recording import Recorder, TracedStep
 from bitmtp_tvm.trace import record
 from bitmtp_tvm.trace_picture import Cell, cells, cut, draw_trace, show
 from relax_models.state import Kind, Layout
@@ -64,6 +65,12 @@ def test_steps_join_to_the_whole_decode(mode, options, quality):
     if mode in ("ar", "speculative"):
         assert sequence[len(PROMPT) :] == model.continuation(PROMPT, 40)
     assert len(sequence) == len(PROMPT) + 40
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_decode(monkeypatch):
+    losing = Losing(Recorder.read)
+    monkeypatch.setattr(Recorder, "read", lambda recorder: losing(recorder))
+    assert ended_at_once(lambda: steps_of("ar"), losing)
 
 
 def test_a_wrong_draft_voids_the_masks_of_a_chain_and_not_of_outcomes():

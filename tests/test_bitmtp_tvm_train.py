@@ -13,12 +13,15 @@ import numpy as np
 import pytest
 import torch
 from imports import ROOT, modules, names_used, within
+from lost_signal import Losing
 from tiny_training import BITNET, MASK, QWEN3, write_text, write_tokenizer
 
 from bitmtp_tvm.checkpoint import open_checkpoint
 from bitmtp_tvm.train import main
+from bitmtp_tvm.training import sources
 from bitmtp_tvm.training.ablation import read_runs
 from bitmtp_tvm.training.checkpoint import load, save
+from bitmtp_tvm.training.loop import Run
 from bitmtp_tvm.training.options import RECIPES, TrainOptions, combined, read_recipe
 
 SHAPE = {k: v for k, v in asdict(replace(BITNET, mtp=None)).items() if k != "vocab_size"}
@@ -92,6 +95,27 @@ def test_a_run_learns_and_says_what_it_did(trained):
     assert "3072 tokens" in card
     assert not list(trained.glob(".*")) and not (trained / "state.pt").exists()
     assert (trained / "loss.png").stat().st_size > 1000
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_run(place, tmp_path, monkeypatch):
+    losing = Losing()
+    monkeypatch.setattr(Run, "_one_step", losing)
+    monkeypatch.setattr(Run, "_report", lambda run, logs, gathered: None)
+    assert main(options(place, tmp_path / "out")) == 130 and losing.calls == 1
+
+
+def test_a_ctrl_c_that_was_lost_ends_tokenising(place, tmp_path, monkeypatch):
+    encoded, losing = sources._documents, Losing()
+
+    def documents(files):
+        for text in encoded(files):
+            losing()
+            yield text
+
+    monkeypatch.setattr(sources, "_documents", documents)
+    monkeypatch.setattr(sources, "_DOCUMENTS_AT_ONCE", 1)
+    fresh = ["--cache", str(tmp_path / "cache")]
+    assert main([*options(place, tmp_path / "out"), *fresh]) == 130 and losing.calls == 1
 
 
 def test_the_compiler_reads_what_a_run_writes(trained):

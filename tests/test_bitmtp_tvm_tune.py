@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from bitnet_checkpoint import WIDE, write_checkpoint
+from lost_signal import Losing, ended_at_once
 
 from bitmtp_tvm import nvrtc, tune, tuning_build, tuning_run
 from bitmtp_tvm.compile import CompileOptions
@@ -179,6 +180,20 @@ def test_a_compiler_that_fails_costs_one_kernel(model, tmp_path, monkeypatch):
     ruled = [Wanted(i.task, i.template, i.arguments, True) for i in items]
     with pytest.raises(BitMTPError, match="does not compile: a crash"):
         build_all(ruled, get_target("h200"), tmp_path)
+
+
+def test_a_ctrl_c_that_was_lost_builds_no_further_batch(model, tmp_path, monkeypatch):
+    losing, told = Losing(lambda *job: "does not compile: a crash"), []
+    monkeypatch.setattr(tuning_build.Compilers, "run", losing)
+    monkeypatch.setattr(tuning_build.os, "sched_getaffinity", lambda process: {0})
+    items = wanted(4, model)
+
+    def build():
+        # The handler runs in the main thread alone: it was called before.
+        losing()
+        build_all(items, get_target("h200"), tmp_path, told.append, batch=1)
+
+    assert ended_at_once(build, losing) and not told
 
 
 def test_an_interrupt_ends_what_compiles_and_nothing_begins_again(tmp_path, monkeypatch):

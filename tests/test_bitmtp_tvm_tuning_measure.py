@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 from imports import ROOT
+from lost_signal import Losing, ended_at_once
 from tuning_folder import (
     ABORTS,
     EQUAL,
@@ -181,6 +182,21 @@ def test_an_interrupted_run_goes_on_where_it_was(tmp_path):
     third = Device(SECONDS)
     run(tmp_path, third, resume=True)
     assert third.count() == {"device": 1}
+
+
+@pytest.mark.parametrize("question", ["alone", "chain"])
+def test_a_ctrl_c_that_was_lost_ends_it(tmp_path, question):
+    device, losing = Device(SECONDS), Losing()
+    ask = device.ask
+
+    def answer(job):
+        if job["do"] == question:
+            losing()
+        return ask(job)
+
+    device.ask = answer
+    assert ended_at_once(lambda: run(tmp_path, device), losing)
+    assert device.closed and open_measurements(tmp_path, resume=True).alone
 
 
 def test_another_device_is_not_mixed_in(tmp_path):

@@ -3,6 +3,7 @@
 import pytest
 import tvm
 from cpu_kernels import CPU, build
+from lost_signal import Losing, ended_at_once
 from test_bitmtp_tvm_tuned import norm, operation
 
 from bitmtp_tvm import schedule_timing, tuning_schedules
@@ -40,6 +41,12 @@ def test_a_large_space_is_measured_up_to_the_trials():
     found, batches = searched(linear, trials=10, each=4)
     decided = [tuple(one.items()) for batch in batches for one in batch]
     assert len(decided) == len(set(decided)) == 10 < found.count()
+
+
+def test_a_ctrl_c_that_was_lost_ends_the_search(monkeypatch):
+    losing = Losing(RankedSearch.generate_measure_candidates)
+    monkeypatch.setattr(RankedSearch, "generate_measure_candidates", lambda search: losing(search))
+    assert ended_at_once(lambda: searched(norm(), trials=100, each=1), losing)
 
 
 def test_the_cost_model_says_what_comes_next():

@@ -6,6 +6,8 @@ from typing import TypeVar
 
 from tqdm import tqdm
 
+from bitmtp_tvm.cli import check_stopped
+
 T = TypeVar("T")
 
 
@@ -13,4 +15,6 @@ def counted(items: Iterable[T], what: str, total: int) -> Iterator[T]:
     """The items; a bar counts them on a terminal, and is gone when they are done."""
     hidden = None if sys.stderr else True
     bar = tqdm(items, what, total, leave=False, disable=hidden, file=sys.stderr)
-    yield from bar
+    for item in bar:
+        check_stopped()
+        yield item

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.training import state as states
 from bitmtp_tvm.training.batches import Batches, shares
@@ -168,6 +169,7 @@ class Run:
         gathered: list[Tensor] = []
         try:
             while not self.budget.over and not paused:
+                check_stopped()
                 gathered.append(self._one_step())
                 clock = time.monotonic() if clock is None else clock
                 now = time.monotonic() - clock + start

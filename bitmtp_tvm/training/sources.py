@@ -18,6 +18,7 @@ import numpy as np
 from tqdm import tqdm
 
 from bitmtp_tvm.checkpoint.token_ids import guarded
+from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.text import read_tokenizer
 from bitmtp_tvm.training.data import Header, TokenShards, narrowest, write_shard
@@ -204,6 +205,7 @@ def _write(documents: Iterable[np.ndarray], vocabulary: Vocabulary, out: Path) -
         waiting.clear()
 
     for document in documents:
+        check_stopped()
         if waiting and held + len(document) > _SHARD_TOKENS:
             flush()
             held = 0
@@ -226,6 +228,7 @@ def unpack(files: Sequence[Path], vocabulary: Vocabulary, out: Path) -> list[Pat
         try:
             with lzma.open(path) as packed, paths[-1].open("wb") as file:
                 while block := packed.read(_BYTES_AT_ONCE):
+                    check_stopped()
                     ids = np.frombuffer(block, np.uint16)
                     largest, tokens = max(largest, int(ids.max())), tokens + len(ids)
                     file.write(block)

@@ -30,6 +30,7 @@ class TuneOptions:
     block_size: int | None = None
     context: int | None = None
     widths: tuple[int, ...] | None = None
+    ops: tuple[str, ...] | None = None
     trials: int = TRIALS
     minutes: float | None = None
     rpc: str | None = None
@@ -68,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--context", type=int, metavar="N", help="tokens (default: the model's)")
     parser.add_argument(
         "--widths", type=widths, metavar="1,2,4", help="rows of the decode buckets, up to 64"
+    )
+    parser.add_argument(
+        "--ops",
+        type=lambda text: tuple(dict.fromkeys(text.split(","))),
+        metavar="A,B",
+        help="operations to tune, such as attention_parts (default: all); the others stay",
     )
     parser.add_argument(
         "--trials", type=positive, default=TRIALS, metavar="N", help=f"kernels (default {TRIALS})"

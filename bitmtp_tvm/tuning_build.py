@@ -39,15 +39,19 @@ HANGS = "takes too long to compile"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A kernel to build: the first of a task is the rule's."""
+    """A kernel to build: the first of a task is the rule's. program: of a fixed one, the scheduled
+    function as TVM writes it; else template and arguments make it."""
 
     task: Task
     template: str
     arguments: dict[str, int]
     rule: bool
+    program: str = ""
 
     @property
     def function(self) -> str:
+        if self.program:
+            return self.task.name
         values = "_".join(str(value) for value in self.arguments.values())
         return f"{self.task.name}_{self.template}_{values}"
 
@@ -129,6 +133,7 @@ def job_text(items: Sequence[Wanted], target: "Target") -> str:
             "dtypes": item.task.dtypes,
             "template": item.template,
             "arguments": item.arguments,
+            "program": item.program,
         }
         for item in items
     ]
@@ -255,10 +260,15 @@ def _functions(
 
 def make_function(kernel: dict[str, Any], kind: str, described: Any) -> Any:
     """The PrimFunc of one kernel of a job; `ValueError` where template or tile do not fit."""
+    import tvm
+
     from schedules.parsing import quick_frames
     from schedules.rule import TEMPLATES
     from schedules.workload import Workload
 
+    attributes = {"tirx.noalias": True, "global_symbol": kernel["function"]}
+    if kernel["program"]:
+        return tvm.ir.load_json(kernel["program"]).with_attr(attributes)
     shapes = tuple(tuple(shape) for shape in kernel["shapes"])
     work = Workload(kernel["op"], kernel["settings"], shapes, tuple(kernel["dtypes"]))
     found = [t for t in TEMPLATES[kind].get(work.op, ()) if t.name == kernel["template"]]
@@ -266,7 +276,7 @@ def make_function(kernel: dict[str, Any], kind: str, described: Any) -> Any:
         raise ValueError(f"no template {kernel['template']} of {work.op}")
     with quick_frames():
         func = found[0].make(work, found[0].tile(**kernel["arguments"]), described)
-    return func.with_attr({"tirx.noalias": True, "global_symbol": kernel["function"]})
+    return func.with_attr(attributes)
 
 
 def _compile(functions: dict[str, Any], target: "Target", out: Path) -> None:

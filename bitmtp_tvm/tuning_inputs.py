@@ -149,16 +149,23 @@ def _fused_linear(task: "Task", kind: str) -> Inputs:
     return Inputs((*inputs, *weights, *added, result), expected, tolerance)
 
 
+@lru_cache(maxsize=4)
+def cache_of(shape: tuple[int, ...]) -> np.ndarray:
+    """Keys and values of a layer: the same in every kernel that has such a cache."""
+    filled = min(MOST_FILLED, shape[2])
+    cache = np.zeros(shape, np.float16)
+    cache[:, :, :filled] = np.random.default_rng(shape[3]).normal(
+        size=(2, shape[1], filled, shape[3])
+    )
+    return cache
+
+
 def _attended(task: "Task") -> tuple[list[np.ndarray], np.ndarray]:
     """q, cache and boundary of a step whose rows see what is in front of them, and its result."""
     (width, heads, head_dim), cache_shape = task.shapes[:2]
     boundary = min(FILL, cache_shape[2] - width)
-    rng = np.random.default_rng(head_dim)
-    cache = np.zeros(cache_shape, np.float16)
-    # The same for every width: tasks with equal constants share them.
-    filled = min(MOST_FILLED, cache_shape[2])
-    cache[:, :, :filled] = rng.normal(size=(2, cache_shape[1], filled, head_dim))
-    q = rng.normal(size=(width, heads, head_dim)).astype(np.float32)
+    cache = cache_of(cache_shape)
+    q = np.random.default_rng(head_dim).normal(size=(width, heads, head_dim)).astype(np.float32)
     keys, values = cache[:, :, : boundary + width]
     expected = attention(q, keys, values, boundary, np.tri(width, dtype=bool))
     return [q, cache, np.array([boundary], np.int32)], expected

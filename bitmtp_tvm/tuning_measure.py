@@ -73,7 +73,8 @@ class Measuring:
         """The likeliest candidates of all tasks first, tasks with much of a step before others."""
         rate = self.known.device["gbs"]
         tasks = sorted(
-            self.plan.tasks, key=lambda t: -sum(t.counts.values()) * (1e-6 + t.floor(rate))
+            [task for task in self.plan.tasks if self.chains or not task.fixed],
+            key=lambda t: -sum(t.counts.values()) * (1e-6 + t.floor(rate)),
         )
         most = max((len(task.candidates) for task in tasks), default=0)
         for place in range(most):
@@ -102,7 +103,7 @@ class Measuring:
         return f"{task.name}: {best * 1e6:.2f} us, {share:.0%} of the ceiling"
 
     def _check(self) -> None:
-        if not any(self.known.seconds(task.name) for task in self.plan.tasks):
+        if not any(self.known.seconds(task.name) for task in self.plan.searched):
             wrong = [name for name, status in self.known.twins.items() if status != OK]
             if wrong:
                 raise BitMTPError(
@@ -114,10 +115,11 @@ class Measuring:
     def _chain(self, bucket: str) -> None:
         tasks = [self.plan.task(name) for name in dict.fromkeys(self.plan.buckets[bucket])]
         seconds = {task.name: self.known.seconds(task.name) for task in tasks}
-        if bucket in self.known.chains or not tasks or not all(seconds.values()):
+        searched = [task for task in tasks if not task.fixed]
+        if bucket in self.known.chains or not searched or not all(seconds.values()):
             return
         self.say(f"chain of {bucket}", 0)
-        found = search(bucket, tasks, seconds, self.worker)
+        found = search(bucket, searched, seconds, self.worker)
         if math.isfinite(found.seconds):
             self.known.add(
                 {
@@ -134,7 +136,8 @@ class Measuring:
 def search(
     bucket: str, tasks: list[Task], seconds: dict[str, dict[str, float]], worker: Asked
 ) -> Descent:
-    """The fastest chain of a bucket; `seconds`: of each task's kernels alone."""
+    """The fastest chain of a bucket; `tasks`: those that are searched; `seconds`: of each task's
+    kernels alone."""
     # What weighs most is settled first.
     tasks = sorted(tasks, key=lambda t: -t.counts[bucket] * min(seconds[t.name].values()))
     rule = {task.name: task.candidates[0].function for task in tasks}

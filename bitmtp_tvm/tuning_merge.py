@@ -25,7 +25,7 @@ def merge(plan: TuningPlan, known: Measurements, folder: Path, command: str) -> 
     A task whose rule's kernel is wrong gets none. Raises `BitMTPError` where nothing was measured.
     """
     records, merged = Records.read(folder), 0
-    for task in plan.tasks:
+    for task in plan.searched:
         found = task_records(plan, known, task)
         if found:
             records.put(found)
@@ -84,9 +84,10 @@ def chain_shares(
     plan: TuningPlan, known: Measurements, bucket: str, chain: Chain
 ) -> dict[str, float]:
     """Seconds of one launch of each task within a bucket's chain."""
-    alone = {name: known.seconds(name)[kernel] for name, kernel in chain.choice.items()}
-    counts = {name: plan.task(name).counts[bucket] for name in chain.choice}
-    return shares(chain.seconds, alone, counts)
+    tasks = [plan.task(name) for name in dict.fromkeys(plan.buckets[bucket])]
+    kernels = {t.name: chain.choice.get(t.name, t.candidates[0].function) for t in tasks}
+    alone = {name: known.seconds(name)[kernel] for name, kernel in kernels.items()}
+    return shares(chain.seconds, alone, {task.name: task.counts[bucket] for task in tasks})
 
 
 def device_info(plan: TuningPlan, known: Measurements, command: str) -> DeviceInfo:
@@ -141,9 +142,11 @@ def summary(plan: TuningPlan, known: Measurements) -> list[str]:
             text = f"{chain.before * 1e6:.1f} -> {chain.seconds * 1e6:.1f} us in the chain"
             share = floor / chain.seconds
         else:
-            found = [known.seconds(task.name) for task in tasks]
-            if not tasks or not all(found):
+            searched = [task for task in tasks if not task.fixed]
+            found = [known.seconds(task.name) for task in searched]
+            if not searched or not all(found):
                 continue
+            floor = math.fsum(task.floor(rate) for task in searched)
             alone = math.fsum(min(seconds.values()) for seconds in found)
             text, share = f"{alone * 1e6:.1f} us, kernel by kernel", floor / alone
         lines.append(f"  {bucket:<14} {len(names):>4} kernels  {text}, {share:.0%} of the ceiling")

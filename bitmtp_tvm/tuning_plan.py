@@ -15,7 +15,7 @@ from bitmtp_tvm.manifest import decode
 from bitmtp_tvm.records import Key
 from bitmtp_tvm.targets import get_target
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PLAN = "plan.json"
 MEASUREMENTS = "measurements.jsonl"
 OWN_FILES = re.compile(r"plan\.json|measurements\.jsonl|kernels-[0-9a-f]+\.(so|json)")
@@ -40,12 +40,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Task:
-    """One workload to find the best kernel for.
+    """One workload to find the best kernel for, or a `fixed` one: its only candidate keeps its
+    place among the others.
 
-    shapes, dtypes: of the arguments, the results last; constants: which of them are weights, or
-    the cache; reads: bytes of these that a launch has to read from memory; counts: launches in one
-    run of each bucket; candidates: the rule's first, then the likeliest first; rejected: why other
-    candidates are not here, and how many.
+    names, shapes, dtypes: of the arguments, the results last; constants: which of them are weights,
+    or the cache; reads: bytes of these that a launch has to read from memory; counts: launches in
+    one run of each bucket; candidates: the rule's first, then the likeliest first; rejected: why
+    other candidates are not here, and how many.
     """
 
     name: str
@@ -58,6 +59,8 @@ class Task:
     counts: dict[str, int]
     candidates: tuple[Candidate, ...] = ()
     rejected: dict[str, int] = field(default_factory=dict)
+    names: tuple[str, ...] = ()
+    fixed: bool = False
 
     @property
     def weight_bytes(self) -> int:
@@ -76,7 +79,8 @@ class Task:
 @dataclass(frozen=True)
 class TuningPlan:
     """All that measuring needs to know. versions, commit: of what built the kernels; buckets: for
-    each bucket ("step_w8", "prefill_w128") the names of its tasks in the order in which they run.
+    each bucket ("step_w8", "prefill_w128") the names of its tasks, which are all of its kernels, in
+    the order in which they run.
     """
 
     target: str
@@ -92,6 +96,11 @@ class TuningPlan:
     def kind(self) -> str:
         """TVM's kind of the target: "cuda" or "llvm"."""
         return get_target(self.target).kind
+
+    @property
+    def searched(self) -> tuple[Task, ...]:
+        """The tasks whose best kernel is looked for."""
+        return tuple(task for task in self.tasks if not task.fixed)
 
     def task(self, name: str) -> Task:
         return next(task for task in self.tasks if task.name == name)

@@ -52,7 +52,7 @@ def find(options: "TuneOptions") -> "Model":
     require_compilers(get_target(str(options.target)).kind)
     from bitmtp_tvm.tuning_tasks import find_tasks
 
-    return find_tasks(compile_options(options))
+    return find_tasks(compile_options(options), options.ops or ())
 
 
 def build(options: "TuneOptions", directory: Path) -> TuningPlan:
@@ -74,6 +74,7 @@ def build_model(options: "TuneOptions", model: "Model", directory: Path) -> Tuni
     directory.mkdir(parents=True, exist_ok=True)
     with bar("building kernels", len(wanted)) as say:
         built = build_all(wanted, model.plan.target, directory, lambda n: say("", n))
+    tasks = [found.task for found in model.found] + [item.task for item in model.fixed]
     plan = TuningPlan(
         target=model.plan.target.name,
         model=model.plan.checkpoint.name,
@@ -81,7 +82,7 @@ def build_model(options: "TuneOptions", model: "Model", directory: Path) -> Tuni
         versions=versions(),
         commit=commit(),
         buckets=model.buckets,
-        tasks=tuple(with_built(found.task, built) for found in model.found),
+        tasks=tuple(with_built(task, built) for task in tasks),
     )
     plan.write(directory)
     print(_built(plan, directory))
@@ -89,7 +90,8 @@ def build_model(options: "TuneOptions", model: "Model", directory: Path) -> Tuni
 
 
 def wanted_kernels(options: "TuneOptions", model: "Model") -> list[Any]:
-    """What is worth building within the trials, the rule's kernel of each task first."""
+    """What is worth building within the trials, the rule's kernel of each task first, and behind
+    that what is fixed."""
     from bitmtp_tvm.records import Records
     from bitmtp_tvm.tuning_build import Wanted
     from bitmtp_tvm.tuning_predict import ranked
@@ -101,11 +103,31 @@ def wanted_kernels(options: "TuneOptions", model: "Model") -> list[Any]:
     given = budgets(gains, [len(f.choices) for f in model.found], options.trials)
     check_trials(model, given)
     cost = cost_model() if sum(given) < sum(len(f.choices) for f in model.found) else None
-    return [
+    searched = [
         Wanted(found.task, choice.template.name, choice.arguments(), place == 0)
         for found, count in zip(model.found, given, strict=True)
         for place, choice in enumerate(ranked(found, target, cost)[:count])
     ]
+    return [*searched, *fixed_kernels(model, records.folder)]
+
+
+def fixed_kernels(model: "Model", folder: Path) -> list[Any]:
+    """The kernels that nothing is searched for, as records and rules make them."""
+    import tvm
+
+    from bitmtp_tvm.targets import tvm_target
+    from bitmtp_tvm.tuned import Tuned
+    from bitmtp_tvm.tuning_build import Wanted
+
+    target, wanted = model.plan.target, []
+    tuned = Tuned.open(folder, target)
+    for item in model.fixed:
+        made, origin = tuned.schedule(item.func, tvm_target(target))
+        if made is None:
+            raise BitMTPError(f"no schedule for {item.task.key.op} on {target.kind}: add a rule")
+        program = tvm.ir.save_json(made)
+        wanted.append(Wanted(item.task, origin.template, origin.arguments, True, program))
+    return wanted
 
 
 def cost_model() -> Any:
@@ -120,16 +142,17 @@ def cost_model() -> Any:
 
 
 def _built(plan: TuningPlan, directory: Path) -> str:
-    kernels = sum(len(task.candidates) for task in plan.tasks)
+    kernels = sum(len(task.candidates) for task in plan.searched)
     size = sum(path.stat().st_size for path in directory.iterdir())
     reasons: dict[str, int] = {}
     for task in plan.tasks:
         for reason, count in task.rejected.items():
             reasons[reason] = reasons.get(reason, 0) + count
     rejected = "".join(f", {count} rejected ({reason})" for reason, count in reasons.items())
+    searched = len(plan.searched)
     return (
-        f"{directory}: {kernels} kernels of {len(plan.tasks)} tasks for {plan.target}{rejected}, "
-        f"{size / 2**20:.1f} MiB"
+        f"{directory}: {kernels} kernels of {searched} tasks for {plan.target}{rejected}, "
+        f"{len(plan.tasks) - searched} that stay as they are, {size / 2**20:.1f} MiB"
     )
 
 
@@ -149,7 +172,8 @@ def measure(options: "TuneOptions", directory: Path) -> "Measurements":
         else WorkerProcess(directory)
     )
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
-    with bar("measuring", sum(len(task.candidates) for task in plan.tasks)) as say:
+    measured = plan.searched if options.rpc else plan.tasks
+    with bar("measuring", sum(len(task.candidates) for task in measured)) as say:
         measuring = Measuring(plan, worker, known, deadline, say=say, chains=not options.rpc)
         measuring.run()
     for line in summary(plan, known):
@@ -227,7 +251,12 @@ def tune_primitives(options: "TuneOptions", model: "Model") -> None:
 
     module: Any = importlib.import_module(PRIMITIVES)
     target = model.plan.target
-    tasks = module.schedule_tasks(model.kernels, tvm_target(target))
+    kernels = {
+        name: func
+        for name, func in model.kernels.items()
+        if not options.ops or func.attrs["bitmtp.op"] in options.ops
+    }
+    tasks = module.schedule_tasks(kernels, tvm_target(target))
     if not tasks:
         return
     folder = records_folder(options, target.name)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tvm import relax, tirx
 
+from bitmtp_tvm.bench_kernels import LOOKED_UP
 from bitmtp_tvm.cards import card_of
 from bitmtp_tvm.compile import CompileOptions, Plan, make_plan, symbolic_model
 from bitmtp_tvm.errors import BitMTPError, UsageError
@@ -18,7 +19,8 @@ from bitmtp_tvm.pipeline import before_schedule
 from bitmtp_tvm.records import Key
 from bitmtp_tvm.specialize import KERNEL_OPS, Bucket
 from bitmtp_tvm.targets import tvm_target
-from bitmtp_tvm.tuning_inputs import operation
+from bitmtp_tvm.tuning_fixed import fixed_constants
+from bitmtp_tvm.tuning_inputs import OPERATIONS, operation
 from bitmtp_tvm.tuning_plan import Task
 from schedules import rule
 from schedules.space import Choice, choices
@@ -45,36 +47,64 @@ class Found:
 
 
 @dataclass(frozen=True)
+class Fixed:
+    """A kernel that nothing is searched for, and its function before any schedule."""
+
+    task: Task
+    func: tirx.PrimFunc
+
+
+@dataclass(frozen=True)
 class Model:
-    """A model's tasks on a target. buckets: names of the tasks in the order of a step; kernels: all
-    of the model's, at static shapes."""
+    """A model's tasks on a target. found: those that are searched; fixed: the others; buckets:
+    names of the tasks in the order of a step; kernels: all of the model's, at static shapes."""
 
     plan: Plan
     found: tuple[Found, ...]
+    fixed: tuple[Fixed, ...]
     buckets: dict[str, tuple[str, ...]]
     kernels: dict[str, tirx.PrimFunc]
 
 
-def find_tasks(options: CompileOptions) -> Model:
-    """Every workload with templates in the model that `options` name, specialised for its target.
+def find_tasks(options: CompileOptions, ops: Sequence[str] = ()) -> Model:
+    """Every kernel of the model that `options` name, specialised for its target: those with
+    templates are searched, or of these the operations `ops` alone.
 
-    Raises `BitMTPError` for options that `compile` does not take either.
+    Raises `BitMTPError` for options that `compile` does not take either, `UsageError` for an
+    operation that the model does not have.
     """
     plan = make_plan(options)
     wanted = [Bucket("step", w) for w in plan.target.widths]
     wanted += [Bucket("prefill", w) for w in plan.target.prefill]
     mod = before_schedule(symbolic_model(plan), wanted, tvm_target(plan.target))
-    found: dict[Key, Found] = {}
+    functions = {var.name_hint: func for var, func in mod.functions_items()}
+    kernels = {name: f for name, f in functions.items() if isinstance(f, tirx.PrimFunc)}
+    works = {name: read(func) for name, func in kernels.items()}
+    _check_ops(ops, works)
+    templates = rule.TEMPLATES.get(plan.target.kind, {})
+    searched: dict[Key, Found] = {}
+    fixed: dict[str, Fixed] = {}
     buckets = {}
     for bucket in wanted:
         names = []
-        for var in kernel_sequence(mod[bucket.name]):
-            item = _found(mod[var], plan.target, found)
-            names += [item.task.name] if item else []
+        for name in (var.name_hint for var in kernel_sequence(mod[bucket.name])):
+            op = works[name].op
+            if op in templates and (not ops or op in ops):
+                names.append(_found(kernels[name], works[name], plan.target, searched).task.name)
+            elif templates:
+                fixed[name] = fixed.get(name) or _fixed(name, kernels[name], plan.target)
+                names.append(name)
         buckets[bucket.name] = tuple(names)
-    functions = {var.name_hint: func for var, func in mod.functions_items()}
-    kernels = {name: f for name, f in functions.items() if isinstance(f, tirx.PrimFunc)}
-    return Model(plan, tuple(_counted(f, buckets) for f in found.values()), buckets, kernels)
+    found = tuple(replace(f, task=_counted(f.task, buckets)) for f in searched.values())
+    others = tuple(replace(f, task=_counted(f.task, buckets)) for f in fixed.values())
+    return Model(plan, found, others if found else (), buckets, kernels)
+
+
+def _check_ops(ops: Sequence[str], works: Mapping[str, Workload]) -> None:
+    known = sorted({work.op for work in works.values()})
+    odd = [op for op in ops if op not in known]
+    if odd:
+        raise UsageError(f"--ops {odd[0]}: the model has {', '.join(known)}")
 
 
 def kernel_sequence(func: relax.Function) -> list[Any]:
@@ -89,28 +119,41 @@ def kernel_sequence(func: relax.Function) -> list[Any]:
     return calls
 
 
-def _found(func: tirx.PrimFunc, target: "Target", found: dict[Key, Found]) -> Found | None:
-    work = read(func)
-    templates = rule.TEMPLATES.get(target.kind, {}).get(work.op)
-    if not templates:
-        return None
+def _found(func: tirx.PrimFunc, work: Workload, target: "Target", found: dict[Key, Found]) -> Found:
     card = card_of(target)
     key = Key.of(work, card)
     if key not in found:
-        known = operation(work.op)
-        task = Task(
-            name=task_name(key),
-            key=key,
-            settings=work.settings,
-            shapes=work.shapes,
-            dtypes=work.dtypes,
-            constants=known.constants,
-            reads=0,
-            counts={},
-        )
-        task = replace(task, reads=known.reads(task) if known.reads else task.weight_bytes)
+        operation(key.op)
+        task = _task(task_name(key), func, key)
+        templates = rule.TEMPLATES[target.kind][work.op]
         found[key] = Found(task, work, tuple(choices(templates, work, card)))
     return found[key]
+
+
+def _fixed(name: str, func: tirx.PrimFunc, target: "Target") -> Fixed:
+    task = _task(name, func, Key.of(read(func), card_of(target)))
+    return Fixed(replace(task, fixed=True), func)
+
+
+def _task(name: str, func: tirx.PrimFunc, key: Key) -> Task:
+    """A task without candidates, and not counted yet."""
+    work, names = read(func), tuple(param.name for param in func.params)
+    known = OPERATIONS.get(key.op)
+    task = Task(
+        name=name,
+        key=key,
+        settings=work.settings,
+        shapes=work.shapes,
+        dtypes=work.dtypes,
+        constants=known.constants if known else fixed_constants(key.op, names),
+        reads=0,
+        counts={},
+        names=names,
+    )
+    if known and known.reads:
+        return replace(task, reads=known.reads(task))
+    looked_up = key.op.endswith("embed") or key.op in LOOKED_UP
+    return replace(task, reads=0 if looked_up else task.weight_bytes)
 
 
 def task_name(key: Key) -> str:
@@ -121,10 +164,10 @@ def task_name(key: Key) -> str:
     return "_".join(part for part in parts if part)
 
 
-def _counted(found: Found, buckets: Mapping[str, Sequence[str]]) -> Found:
-    name = found.task.name
+def _counted(task: Task, buckets: Mapping[str, Sequence[str]]) -> Task:
+    name = task.name
     counts = {bucket: Counter(names)[name] for bucket, names in buckets.items() if name in names}
-    return replace(found, task=replace(found.task, counts=counts))
+    return replace(task, counts=counts)
 
 
 def expected_gain(task: Task, bandwidth_gbs: float, records: "Records | None" = None) -> float:

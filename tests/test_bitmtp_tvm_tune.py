@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -50,9 +51,13 @@ def model(checkpoint):
 def test_tasks_are_the_linears_and_the_attention_of_a_step_in_its_order(model):
     names = [found.task.name for found in model.found]
     assert len(set(names)) == len(names) == TASKS
+    searched = {
+        bucket: tuple(name for name in sequence if name in names)
+        for bucket, sequence in model.buckets.items()
+    }
     assert list(model.buckets) == ["step_w1", "step_w4", "prefill_w128", "prefill_w512"]
     for width in WIDTHS:
-        sequence = model.buckets[f"step_w{width}"]
+        sequence = searched[f"step_w{width}"]
         layer = sequence[:KERNELS]
         assert sequence == layer * LAYERS and len(set(layer)) == KERNELS
         keys = [model.found[names.index(name)].task.key for name in layer]
@@ -64,13 +69,54 @@ def test_tasks_are_the_linears_and_the_attention_of_a_step_in_its_order(model):
     for found in model.found:
         task = found.task
         for bucket, count in task.counts.items():
-            assert model.buckets[bucket].count(task.name) == count
+            assert searched[bucket].count(task.name) == count
         if task.key.format:
             assert task.weight_bytes >= task.key.n * task.settings["size"] / 4
         assert found.choices[0].arguments() == _ruled(found)
     # Prefill asks for no logits: its last layer ends behind the K/V write.
     for width in PREFILL:
-        assert len(model.buckets[f"prefill_w{width}"]) == KERNELS * LAYERS - (KERNELS - 1)
+        assert len(searched[f"prefill_w{width}"]) == KERNELS * LAYERS - (KERNELS - 1)
+
+
+def test_the_kernels_between_keep_their_places(model):
+    fixed = {item.task.name: item.task for item in model.fixed}
+    searched = {found.task.name for found in model.found}
+    for name in ("step_w4", "prefill_w128"):
+        assert set(model.buckets[name]) <= searched | fixed.keys()
+    ops = [fixed[n].key.op if n in fixed else "*" for n in model.buckets["step_w4"]]
+    assert ops[:2] == ["step_rows", "embed"]
+    layer = ["norm_quantize", "*", "rope_kv_write", "*", "attention_join", "norm_quantize", "*"]
+    layer += ["norm_quantize", "*", "gated_norm_quantize", "*"]
+    assert ops[2:-5] == layer * LAYERS
+    assert ops[-5:] == ["final_norm", "head", "softmax_parts", "choose", "accept"]
+    norm = fixed["norm_quantize_w4"]
+    assert norm.fixed and norm.names[:2] == ("x", "weight") and norm.reads == norm.weight_bytes > 0
+    assert fixed["embed_w4"].reads == fixed["rope_kv_write_w4"].reads == 0
+
+
+def test_what_is_left_out_stays_as_records_and_rules_have_it(model, checkpoint, tmp_path):
+    from bitmtp_tvm.tuning_tasks import find_tasks
+
+    options = CompileOptions("h200", checkpoint, widths=(4,))
+    with pytest.raises(UsageError, match="--ops heads: the model has accept, attention, attention"):
+        find_tasks(options, ("attention_parts", "heads"))
+    some = find_tasks(options, ("attention_parts",))
+    assert [found.task.key.op for found in some.found] == ["attention_parts"]
+    assert len(some.buckets["step_w4"]) == len(model.buckets["step_w4"])
+    other = next(f for f in model.found if f.task.key.width == 4 and f.task.key.format)
+    tile = other.choices[-1]
+    record = Record(other.task.key, tile.template.name, tile.arguments(), 1e-6, "measured", "h200")
+    records = Records.read(tmp_path)
+    records.put([record])
+    records.write(tmp_path, None)
+    kept = [item for item in some.fixed if item.task.key.op == "low_bit_linear"]
+    chosen = tuning_run.fixed_kernels(replace(some, fixed=tuple(kept)), tmp_path)
+    tiles = {item.task.key: (item.template, item.arguments) for item in chosen}
+    assert tiles[other.task.key] == (tile.template.name, tile.arguments())
+    ruled = {f.task.key: f.choices[0] for f in model.found if f.task.key.op == "low_bit_linear"}
+    keys = tiles.keys() - {other.task.key}
+    assert len(keys) > 3
+    assert all(tiles[k] == (ruled[k].template.name, ruled[k].arguments()) for k in keys)
 
 
 def _ruled(found):
@@ -141,7 +187,10 @@ def test_build_only_makes_a_folder_that_opens(model, tmp_path, capsys, monkeypat
     assert f"{TASKS + 1} kernels of {TASKS} tasks for h200" in capsys.readouterr().out
     found = read_plan(folder, "h200")
     candidates = [c for item in found.tasks for c in item.candidates]
-    assert sorted(len(item.candidates) for item in found.tasks) == [1] * (TASKS - 1) + [2]
+    assert sorted(len(item.candidates) for item in found.searched) == [1] * (TASKS - 1) + [2]
+    fixed = {item.name: item for item in found.tasks if item.fixed}
+    assert fixed.keys() == {item.task.name for item in model.fixed}
+    assert all(item.candidates[0].function == name for name, item in fixed.items())
     assert found.arch == "sm_90a" and found.buckets == model.buckets
     for library in {c.library for c in candidates}:
         contents = (folder / library).read_bytes()

@@ -16,6 +16,7 @@ from tuning_folder import (
     LAYERS,
     RULE,
     WRONG,
+    norm,
     plan,
     task,
     write_folder,
@@ -23,10 +24,12 @@ from tuning_folder import (
 
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.records import Records, read_device_info
+from bitmtp_tvm.timing import HostTimer
 from bitmtp_tvm.tune import main
+from bitmtp_tvm.tuning_bench import Workbench
 from bitmtp_tvm.tuning_log import Measurements, open_measurements, read_measurements
 from bitmtp_tvm.tuning_measure import Measuring
-from bitmtp_tvm.tuning_merge import merge
+from bitmtp_tvm.tuning_merge import chain_shares, merge, summary
 from bitmtp_tvm.tuning_plan import MEASUREMENTS, PLAN, read_plan
 from bitmtp_tvm.tuning_process import WorkerProcess
 
@@ -44,11 +47,11 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two tasks; one has a candidate that ends the process, and one that is wrong."""
+    """Two tasks; one has a candidate that ends the process, and one that is wrong. A norm that is
+    fixed stands in front of one."""
     directory = tmp_path_factory.mktemp("tune")
-    found = write_folder(
-        directory, task("two", 2, functions=(RULE, ABORTS, WRONG, EQUAL)), task("three", 3)
-    )
+    aborting = task("two", 2, functions=(RULE, ABORTS, WRONG, EQUAL))
+    found = write_folder(directory, aborting, task("three", 3), norm(2))
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, directory],
         cwd=ROOT,
@@ -69,7 +72,7 @@ def statuses(known, name):
 def test_a_crash_costs_one_candidate_and_a_wrong_one_never_wins(folder):
     directory, _ = folder
     known = read_measurements(directory)
-    assert known.twins == {"two": "ok", "three": "ok"}
+    assert known.twins == {"two": "ok", "three": "ok", "norm_w2": "ok"}
     found = {RULE: "ok", ABORTS: "crashed", WRONG: "wrong", EQUAL: "ok"}
     assert statuses(known, "two") == found
     assert statuses(known, "three") == {k: v for k, v in found.items() if k != ABORTS}
@@ -83,7 +86,7 @@ def test_merged_records_are_of_the_device_and_the_winner_stands_first(folder, tm
     known = read_measurements(directory)
     assert merge(found, known, tmp_path, "the command") == 2
     records = Records.read(tmp_path)
-    for item in found.tasks:
+    for item in found.searched:
         winner, *others = records.of(item.key)
         chosen = known.chains[f"step_w{item.key.width}"].choice[item.name]
         (candidate,) = [c for c in item.candidates if c.function == chosen]
@@ -94,6 +97,37 @@ def test_merged_records_are_of_the_device_and_the_winner_stands_first(folder, tm
     info = read_device_info(tmp_path)
     assert (info.target, info.command, info.commit) == ("cpu", "the command", "abc1234")
     assert info.device == known.device["state"]["device"] and info.date
+
+
+def test_a_chain_holds_what_is_fixed_and_shares_its_time_with_it(folder):
+    directory, found = folder
+    known = read_measurements(directory)
+    chain = known.chains["step_w2"]
+    assert set(chain.choice) == {"two"} and set(known.seconds("norm_w2")) == {"norm_w2"}
+    parts = chain_shares(found, known, "step_w2", chain)
+    assert set(parts) == {"two", "norm_w2"}
+    assert math.isclose(LAYERS * sum(parts.values()), chain.seconds)
+
+
+def test_a_bucket_is_launched_whole_and_in_its_order(folder):
+    """Of each kernel as many launches as layers, the weights of a layer in each."""
+    import tvm
+
+    class Launches(HostTimer):
+        def seconds(self, calls, replays=0):
+            self.calls = calls
+            return super().seconds(calls, replays)
+
+    directory, found = folder
+    timer = Launches()
+    bench = Workbench(found, directory, tvm.cpu(0), timer, 1 << 30, 0)
+    assert bench.chain("step_w2", {"two": "two_equal"}) > 0
+    norms, linears = timer.calls[::2], timer.calls[1::2]
+    assert len(norms) == len(linears) == LAYERS
+    shapes = [[tuple(array.shape) for array in call.args] for call in (norms[0], linears[0])]
+    assert shapes == [[*found.task("norm_w2").shapes], [*found.task("two").shapes]]
+    assert len({id(call.args[1]) for call in norms}) == LAYERS
+    assert not found.task("norm_w2").candidates[0].template
 
 
 class Device:
@@ -233,6 +267,24 @@ def test_a_board_has_no_chain_and_the_fastest_alone_wins(tmp_path):
         assert winner.arguments == {"warps": 2} and winner.chain_seconds is None
 
 
+def test_what_is_fixed_is_timed_for_the_chain_and_never_looked_for(tmp_path):
+    tasks = (*TASKS, norm(2))
+    device = Device(SECONDS)
+    known = run(tmp_path, device, tasks)
+    chains = [job["choice"] for job in device.asked if job["do"] == "chain"]
+    assert all(set(choice) in ({"two"}, {"three"}) for choice in chains)
+    assert list(known.seconds("norm_w2")) == ["norm_w2"]
+    assert merge(plan(*tasks), known, tmp_path / "records", "") == 2
+    (tmp_path / "board").mkdir()
+    alone = run(tmp_path / "board", Device(SECONDS), tasks, chains=False)
+    assert "norm_w2" not in alone.alone and len(summary(plan(*tasks), alone)) == 2
+
+
+def test_nothing_but_what_is_fixed_is_no_measurement(tmp_path):
+    with pytest.raises(BitMTPError, match="does not agree with the reference"):
+        run(tmp_path, Device(SECONDS, twins={"two": "wrong"}), (task("two", 2), norm(2)))
+
+
 def test_bars_hear_of_the_best_so_far(tmp_path):
     heard = []
     run(tmp_path, Device(SECONDS), say=lambda text, done: heard.append((text, done)))
@@ -278,6 +330,8 @@ def test_a_folder_is_checked(tmp_path, capsys):
     text = (tmp_path / PLAN).read_text()
     (tmp_path / PLAN).write_text(text.replace('"functio', '"funktio', 1))
     assert "plan.json is damaged" in refused(1, "--measure", tmp_path)
+    (tmp_path / PLAN).write_text(text.replace('"format_version": 3', '"format_version": 2'))
+    assert "format version 2 instead of 3): build the kernels" in refused(1, "--measure", tmp_path)
     (tmp_path / PLAN).write_text(text)
     assert read_plan(tmp_path) == plan(*TASKS)
     (tmp_path / MEASUREMENTS).write_text('{"what": "twin"}\n')

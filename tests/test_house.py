@@ -85,6 +85,7 @@ RUNTIME = {
         "trace_picture",
         "tuning_bench",
         "tuning_chain",
+        "tuning_fixed",
         "tuning_inputs",
         "tuning_log",
         "tuning_measure",

@@ -43,10 +43,28 @@ def task(name="linear", width=WIDTH, layers=LAYERS, functions=(RULE, EQUAL, WRON
     )
 
 
+def norm(width=WIDTH, layers=LAYERS):
+    """A fixed task in front of a linear of that width: the norm, and the codes of its rows."""
+    name, shapes = f"norm_w{width}", ((width, SIZE), (SIZE,), (width, 256), (width,), (width,))
+    return Task(
+        name=name,
+        key=Key("norm_quantize", "", 0, SIZE, width, False, False),
+        settings={},
+        shapes=shapes,
+        dtypes=("float32", "float32", "int8", "float32", "int32"),
+        constants=(1,),
+        reads=4 * SIZE,
+        counts={f"step_w{width}": layers},
+        candidates=(Candidate(name, LIBRARY, "", {}),),
+        names=("x", "weight", "q", "scale", "total"),
+        fixed=True,
+    )
+
+
 def plan(*tasks):
-    """A plan of tasks, each in the bucket of its width, layer by layer."""
+    """A plan of tasks, each in the bucket of its width, layer by layer, what is fixed first."""
     buckets = {}
-    for item in tasks:
+    for item in sorted(tasks, key=lambda item: not item.fixed):
         buckets.setdefault(f"step_w{item.key.width}", []).append(item.name)
     repeated = {name: tuple(names * LAYERS) for name, names in buckets.items()}
     return TuningPlan("cpu", "tiny", "", {"tvm": "0"}, "abc1234", repeated, tasks)
@@ -79,7 +97,10 @@ def made(name, item, described):
     from relax_models import ops
     from schedules import rule
 
-    if name.endswith((WRONG, ABORTS)):
+    if item.fixed:
+        func = bind_dims(ops.norm_quantize(SIZE, 1e-5), {"width": item.key.width})
+        func = rule.apply(func, described)
+    elif name.endswith((WRONG, ABORTS)):
         func = misled(item, name.endswith(ABORTS))
     else:
         func = ops.low_bit_linear(SEGMENTS, SIZE, "llvm", "bitnet-ternary")

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
 from cpu_kernels import run
 from tuning_folder import task
 
@@ -12,10 +13,11 @@ from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.records import Key
 from bitmtp_tvm.specialize import bind_dims
 from bitmtp_tvm.targets import get_target
-from bitmtp_tvm.tuning_bench import weights_name
+from bitmtp_tvm.timing import HostTimer
+from bitmtp_tvm.tuning_bench import Workbench, weights_name
 from bitmtp_tvm.tuning_fixed import CANDIDATES, FIXED, LIMIT, fixed_constants, fixed_inputs
 from bitmtp_tvm.tuning_inputs import FILL, OPERATIONS
-from bitmtp_tvm.tuning_plan import Task
+from bitmtp_tvm.tuning_plan import Candidate, Task, TuningPlan
 from relax_models import attention_ops, choose_ops, fused_ops, head_ops, ops, step_ops
 from relax_models.state import Finish, Word
 from schedules import gpu
@@ -129,12 +131,53 @@ def test_a_short_cache_is_filled_to_its_end():
     assert arguments[fixed.names.index("boundary")].tolist() == [100 - ROWS]
 
 
+def attending(written):
+    """A task of attention over the cache that the task `written` writes into."""
+    key = replace(written.key, op="attention_parts")
+    parts = ((ROWS, 2, 32), (ROWS, 2, 32), (ROWS, 2, 32, 16))
+    return replace(
+        written,
+        name="attention",
+        key=key,
+        settings={"chains": 32, "chain_slots": 64},
+        shapes=((ROWS, 2, 16), (2, 1, SLOTS, 16), (1,), (ROWS, 2), *parts),
+        dtypes=("float32", "float16", "int32", "uint32", *("float32",) * 3),
+        names=("q", "cache", "boundary", "visible", "tops", "norms", "mixed"),
+        constants=(1,),
+        fixed=False,
+    )
+
+
+def test_attention_is_compared_on_the_cache_as_it_was(tmp_path):
+    """The kernel in front writes into it, alone and in the chain."""
+    _, rope = made("rope_kv_write")
+    tasks = [
+        replace(item, counts={"step_w4": 2}, candidates=(Candidate(f"{item.name}_1", "", "", {}),))
+        for item in (rope, attending(rope))
+    ]
+    buckets = {"step_w4": ("rope_kv_write", "attention") * 2}
+    plan = TuningPlan("cpu", "tiny", "", {}, "", buckets, tuple(tasks))
+    bench = Workbench(plan, tmp_path, tvm.cpu(0), HostTimer(), 1 << 30, 1 << 10)
+
+    def write(qkv, position, boundary, table, cache, q):
+        cache.copyfrom(np.full(cache.shape, 9, np.float16))
+
+    def attend(q, cache, boundary, visible, tops, norms, mixed):
+        tops.copyfrom(np.full(tops.shape, cache.numpy().astype(np.float64).sum(), np.float32))
+
+    bench._function = lambda task, function: write if task.fixed else attend
+    rope, attention = tasks
+    bench.is_rule_right(attention)
+    assert bench.is_rule_right(rope) and bench.is_same(attention, "attention_1")
+    bench.alone(rope, "rope_kv_write_1")
+    assert bench.is_same(attention, "attention_1")
+    bench.chain("step_w4", {"attention": "attention_1"})
+    assert (bench._copies(attention)[1][0].numpy() == 9).all()
+    assert bench.is_same(attention, "attention_1")
+
+
 def test_kernels_of_one_cache_or_table_share_it():
     _, written = made("rope_kv_write")
-    names = ("q", "cache", "boundary", "visible")
-    shapes = ((ROWS, 2, 16), (2, 1, SLOTS, 16), (1,), (ROWS, 2))
-    key = replace(written.key, op="attention_parts")
-    read_again = replace(written, key=key, shapes=shapes, names=names, constants=(1,))
-    assert weights_name(read_again) == weights_name(written)
+    assert weights_name(attending(written)) == weights_name(written)
     tables = {weights_name(made(op)[1]) for op in ("embed", "head", "head_rescore")}
     assert len(tables) == 1 and weights_name(task()) not in tables

@@ -56,8 +56,9 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Model:
-    """A model's tasks on a target. found: those that are searched; fixed: the others; buckets:
-    names of the tasks in the order of a step; kernels: all of the model's, at static shapes."""
+    """A model's tasks on a target. found: those that are searched; fixed: the others beside
+    them; buckets: names of the tasks in the order of a step, none where nothing is searched;
+    kernels: all of the model's, at static shapes."""
 
     plan: Plan
     found: tuple[Found, ...]
@@ -81,23 +82,24 @@ def find_tasks(options: CompileOptions, ops: Sequence[str] = ()) -> Model:
     kernels = {name: f for name, f in functions.items() if isinstance(f, tirx.PrimFunc)}
     works = {name: read(func) for name, func in kernels.items()}
     _check_ops(ops, works)
-    templates = rule.TEMPLATES.get(plan.target.kind, {})
+    tuned = {op for op in rule.TEMPLATES.get(plan.target.kind, {}) if not ops or op in ops}
+    sequences = {}
+    for bucket in wanted:
+        names = [var.name_hint for var in kernel_sequence(mod[bucket.name])]
+        sequences[bucket.name] = names if any(works[name].op in tuned for name in names) else []
     searched: dict[Key, Found] = {}
     fixed: dict[str, Fixed] = {}
-    buckets = {}
-    for bucket in wanted:
-        names = []
-        for name in (var.name_hint for var in kernel_sequence(mod[bucket.name])):
-            op = works[name].op
-            if op in templates and (not ops or op in ops):
-                names.append(_found(kernels[name], works[name], plan.target, searched).task.name)
-            elif templates:
-                fixed[name] = fixed.get(name) or _fixed(name, kernels[name], plan.target)
-                names.append(name)
-        buckets[bucket.name] = tuple(names)
+
+    def task_of(name: str) -> str:
+        if works[name].op in tuned:
+            return _found(kernels[name], works[name], plan.target, searched).task.name
+        fixed[name] = fixed.get(name) or _fixed(name, kernels[name], plan.target)
+        return name
+
+    buckets = {bucket: tuple(map(task_of, names)) for bucket, names in sequences.items()}
     found = tuple(replace(f, task=_counted(f.task, buckets)) for f in searched.values())
     others = tuple(replace(f, task=_counted(f.task, buckets)) for f in fixed.values())
-    return Model(plan, found, others if found else (), buckets, kernels)
+    return Model(plan, found, others, buckets, kernels)
 
 
 def _check_ops(ops: Sequence[str], works: Mapping[str, Workload]) -> None:

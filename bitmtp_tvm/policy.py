@@ -1,7 +1,7 @@
 """Which rows the next steps run: the most tokens per millisecond that acceptance and t(W) promise.
 
 Speculation must pay for its width. The policy counts what a request accepts, and by t(W) never
-lets drafting lose more than about 2 % against plain decoding.
+lets drafting lose more than about 2 % against plain decoding, or some ten plain steps at the start.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,12 @@ STICKY = 1.03
 LOSS = 0.015
 """Share of plain decoding's time that trying may lose."""
 
-GRACE = 250
-"""That share counts as if at least so many tokens had been decoded: something must be tried."""
+GRACE, PROMISING_GRACE = 250, 650
+"""That share counts as if at least so many tokens had been decoded: something must be tried. The
+first tokens of a text are its hardest, so where drafting promises much, more is tried."""
+
+PROMISING = 1.4
+"""Times plain decoding's rate that acceptance before any step is seen must promise for that."""
 
 LEAST_STEPS = 2
 """One step finds drafts and the next one tests them: fewer tell nothing."""
@@ -97,14 +101,16 @@ def candidates(
         for drafts in _useful_drafts(options, masks):
             blocks = drafts + 1 if layout == Layout.OUTCOMES else 1
             rows = 1 + drafts + blocks * masks
-            # After a committed chain as many pending rows stand before the masks; a row short
-            # costs the last mask now and then, a wider bucket costs time always.
-            roomy = rows if options.mode == "speculative" else max(rows, 2 * masks)
+            # After a committed chain as many pending rows stand before the masks. Confidence lives of
+            # chains; elsewhere a row short costs the last mask now and then, a wider bucket costs
+            # time always.
+            drafting = options.mode != "confidence"
+            roomy = rows if drafting else max(rows, 2 * masks)
             fitting = [w for w in widths if w >= roomy] or [w for w in widths if w >= rows]
             if fitting:
                 room = (fitting[0] - 1 - drafts) // blocks
                 # Rows that would be padding show how far blocks are sure: wider may pay.
-                most = min(block, room) if options.mode == "speculative" else masks
+                most = min(block, room) if drafting else masks
                 found.append(_choice(options, fitting[0], layout, drafts, most))
     return tuple(dict.fromkeys(found))
 
@@ -145,6 +151,9 @@ class Policy:
         self._by_words = {_key(c.words): c for c in (*self._candidates, self._plain)}
         self._acceptance = Acceptance(options.block_size)
         self._incumbent = self._current
+        best = max((self._rate(c) for c in self._candidates), default=0.0)
+        promising = best > PROMISING * self._rate(self._plain)
+        self._grace = PROMISING_GRACE if promising else GRACE
         # Milliseconds: lost to plain decoding so far, and what plain decoding would have taken.
         self._lost = self._plain_time = 0.0
         self._begin()
@@ -187,7 +196,7 @@ class Policy:
         # Wide steps are a bet on the table: not on one that is itself a guess.
         if measured and self._options.mode != "confidence":
             found += candidates(self._options, widths, Layout.OUTCOMES)
-        drafting = self._options.mode == "speculative"
+        drafting = self._options.mode != "confidence"
         most = {c: 1 + (c.most_drafts if drafting else c.masks) for c in found}
         limit = STICKY / self._times[self._plain.width]
         return tuple(c for c in found if most[c] / self._times[c.width] > limit)
@@ -216,7 +225,7 @@ class Policy:
         """Steps of `choice` that may be lost; each commits one token at the least."""
         plain = self._times[self._plain.width]
         extra = self._times[choice.width] - plain
-        allowed = LOSS * max(self._plain_time, GRACE * plain) - self._lost
+        allowed = LOSS * max(self._plain_time, self._grace * plain) - self._lost
         return UNLIMITED if extra <= 0 else max(0, min(UNLIMITED, int(allowed / extra)))
 
     def _decide(self) -> StepChoice:

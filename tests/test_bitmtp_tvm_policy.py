@@ -1,10 +1,11 @@
 """The choice of rows: what fits, what it promises, and that it pays."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from draft_streams import MTP, STREAMS, TABLES, decode, options
+from draft_streams import MTP, PROMPT, STREAMS, TABLES, decode, options
 
 from bitmtp_tvm.acceptance import Acceptance
 from bitmtp_tvm.modes import resolve
@@ -191,7 +192,19 @@ def test_auto_does_not_lose_to_plain_decoding(name, stream, mode):
     found = decode(
         options(mode, table), table, STREAMS[stream], 256, policy(mode, name), switch=0.25
     )
-    assert found.rate * table[1] >= 0.98
+    # Of drafts that are sure and wrong some ten plain steps are lost before that is known.
+    assert found.rate * table[1] >= (0.955 if stream == "hopeless" else 0.98)
+
+
+def test_where_drafting_promises_much_a_hard_beginning_does_not_end_it():
+    """40 tokens with nothing to draft, then easy text: the trial goes on, as no draft was wrong."""
+    easy = STREAMS["easy"]
+    blank = np.full(8, 1e-3), np.zeros(8, bool)
+    late = replace(easy, blocks={PROMPT + i: blank for i in range(40)})
+    table = TABLES["demo"]
+    for mode in ("speculative", "hybrid"):
+        found = decode(options(mode, table), table, late, 200, policy(mode, "demo"))
+        assert found.rate * table[1] >= 1.7
 
 
 @pytest.mark.parametrize("name", ["launches", "flat", "sloped"])
@@ -216,8 +229,10 @@ def test_a_short_hopeless_run_loses_a_few_plain_steps_and_the_next_ones_nothing(
         for _ in range(5)
     ]
     lost = [run.milliseconds / table[1] - 16 for run in runs]
-    assert lost[0] <= 5
-    assert sum(lost) <= 5.5
+    # Where drafting promises much, more may be tried.
+    first, whole = (7, 10) if name == "demo" else (5, 5.5)
+    assert lost[0] <= first
+    assert sum(lost) <= whole
 
 
 @pytest.mark.parametrize("stream", STREAMS)

@@ -101,9 +101,9 @@ def candidates(
         for drafts in _useful_drafts(options, masks):
             blocks = drafts + 1 if layout == Layout.OUTCOMES else 1
             rows = 1 + drafts + blocks * masks
-            # After a committed chain as many pending rows stand before the masks. Confidence lives of
-            # chains; elsewhere a row short costs the last mask now and then, a wider bucket costs
-            # time always.
+            # After a committed chain as many pending rows stand before the masks, and confidence
+            # lives of chains; elsewhere a row short costs the last mask now and then, where a wider
+            # bucket costs time always.
             drafting = options.mode != "confidence"
             roomy = rows if drafting else max(rows, 2 * masks)
             fitting = [w for w in widths if w >= roomy] or [w for w in widths if w >= rows]

@@ -113,7 +113,7 @@ BOUNDED_HEADS = [(1001, 320, True), (131, 77, False), (4099, 2560, False)]
 BOUNDED_ROWS = (1, 3, 8, 16, 25, 40, 64)
 VOCABULARIES = (8192, 128256, 1001)
 # Heads, key/value heads, head size.
-ATTENTIONS = [(8, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
+ATTENTIONS = [(10, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
 MASKED_WIDTHS = (1, 3, 8, 16, 64)
 CAUSAL_WIDTHS = (9, 130)
 SLOTS = 700

@@ -109,7 +109,7 @@ def real_kernels():
     for width in (1, 128):
         yield from group_model_kernels(2560, 9728, 32, 8, 128, 151669, "ternary-g128", width)
     yield from group_model_kernels(4096, 12288, 32, 8, 128, 151669, "binary-g128", 8)
-    yield from model_kernels(512, 1408, 8, 2, 64, 8192, 8)
+    yield from model_kernels(640, 1792, 10, 2, 64, 8192, 8)
     yield kernel("gated_norm_quantize", 6912, EPS, "silu", width=8)
     yield kernel("norm_rope_kv_write", 16, 8, 128, 4096, 4224, EPS, width=8)
     for shape in FUSED_LINEARS[:3]:

@@ -28,7 +28,7 @@ ARCHES = ("sm_86", "sm_87", "sm_90a")
 MMA = [shape for shape in ATTENTIONS if shape[2] % 64 == 0]
 REAL = [
     kernel("attention_parts", 20, 5, 128, 4200, width=1),
-    kernel("attention_parts", 8, 2, 64, 4200, width=64),
+    kernel("attention_parts", 10, 2, 64, 4200, width=64),
     kernel("attention_parts", 6, 2, 80, 4200, width=8),
     kernel("attention_join", 20, 128, width=64),
     kernel("attention_join", 8, 64, width=1),
@@ -37,6 +37,10 @@ REAL = [
 TILED = [
     kernel("attention_parts", 16, 8, 128, 4200, width=64),
     kernel("attention", 20, 5, 128, 4200, True, width=512),
+    # Groups of heads that are no power of two.
+    kernel("attention_parts", 10, 2, 64, 4200, width=64),
+    kernel("attention", 10, 2, 64, 4200, True, width=128),
+    kernel("attention", 24, 8, 128, 4200, True, width=128),
 ]
 
 

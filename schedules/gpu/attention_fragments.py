@@ -59,13 +59,23 @@ def serves(head_dim: int) -> bool:
     return head_dim % SLOTS == 0 and head_dim <= MOST_ELEMENTS
 
 
-def fitting(pairs: int) -> list[MmaTile]:
-    """The tiles for `pairs` pairs of a key/value head, the smallest first."""
-    return [
+def fitting(width: int, group: int, head_dim: int) -> list[MmaTile]:
+    """The tiles for the pairs of `width` rows and the `group` heads of a key/value head, the
+    smallest first.
+
+    A division by a group that is no power of two keeps more in registers: tiles that would spill
+    some, where three blocks share a multiprocessor, are not among them.
+    """
+    found = [
         MmaTile(tiles, min(tiles, 2))
         for tiles in (1, 2, 4)
-        if tiles == 1 or tiles // 2 * PAIRS < pairs
+        if tiles == 1 or tiles // 2 * PAIRS < width * group
     ]
+    if group & (group - 1) == 0:
+        return found
+    if head_dim == SLOTS:
+        return [tile for tile in found if tile.tiles < 4]
+    return [MmaTile(2, 1) if tile.tiles == 2 else tile for tile in found]
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,8 @@ class SplitTile(MmaTile):
 
 
 def _tiles(work: Workload) -> list[MmaTile]:
-    width, heads, _ = work.shapes[0]
-    return fitting(width * heads // work.shapes[1][1])
+    width, heads, head_dim = work.shapes[0]
+    return fitting(width, heads // work.shapes[1][1], head_dim)
 
 
 def _blocks(work: Workload, tile: MmaTile) -> int:

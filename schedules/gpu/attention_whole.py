@@ -29,13 +29,17 @@ def _pairs(work: Workload) -> int:
     return work.shapes[0][0] * work.shapes[0][1] // work.shapes[1][1]
 
 
+def _tiles(work: Workload) -> list[MmaTile]:
+    width, heads, head_dim = work.shapes[0]
+    return fitting(width, heads // work.shapes[1][1], head_dim)
+
+
 def choose(work: Workload, card: Card) -> MmaTile:
     """The rule's tile: the largest that leaves every multiprocessor a block.
 
     Each block reads all keys and values: of a long context, more blocks wait for the L2.
     """
-    tiles = fitting(_pairs(work))
-    kv_heads = work.shapes[1][1]
+    tiles, kv_heads = _tiles(work), work.shapes[1][1]
     busy = [
         tile
         for tile in tiles
@@ -267,7 +271,7 @@ TEMPLATE = Template(
     choose=choose,
     candidates=lambda work, card: [
         MmaTile(tile.tiles, at_once)
-        for tile in fitting(_pairs(work))
+        for tile in _tiles(work)
         for at_once in sorted({1, tile.at_once})
     ],
     make=lambda work, tile, target: _whole(work, plan_of(work, tile, CHAINS, SLOTS)),

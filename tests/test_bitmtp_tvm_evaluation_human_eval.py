@@ -37,16 +37,16 @@ LENGTH = Problem(
 @pytest.mark.parametrize(
     ("completion", "kind"),
     [
-        ("    return 2 * x\n", "passed"),
-        ("    return x + 1\n", "wrong"),
-        ("    return undefined\n", "error"),
-        ("    return (\n", "error"),
-        ("    raise SystemExit(0)\n", "error"),
-        ("    import os\n    os._exit(0)\n", "killed"),
-        ("    import ctypes\n    ctypes.string_at(0)\n", "killed"),
-        ("    return bytearray(1 << 40)\n", "memory"),
-        ("    print(x)\n    return 2 * x\n", "passed"),
-        ("    return double(x)\n", "error"),
+        ("\n    return 2 * x\n", "passed"),
+        ("\n    return x + 1\n", "wrong"),
+        ("\n    return undefined\n", "error"),
+        ("\n    return (\n", "error"),
+        ("\n    raise SystemExit(0)\n", "error"),
+        ("\n    import os\n    os._exit(0)\n", "killed"),
+        ("\n    import ctypes\n    ctypes.string_at(0)\n", "killed"),
+        ("\n    return bytearray(1 << 40)\n", "memory"),
+        ("\n    print(x)\n    return 2 * x\n", "passed"),
+        ("\n    return double(x)\n", "error"),
     ],
 )
 def test_a_program_ends_as_it_deserves(completion, kind):
@@ -54,9 +54,14 @@ def test_a_program_ends_as_it_deserves(completion, kind):
     assert outcome.kind == kind, outcome
 
 
+def test_the_line_break_behind_a_prompt_is_for_the_model_to_write():
+    assert DOUBLE.asked == 'def double(x):\n    """Twice x."""'
+    assert run_program(DOUBLE.program(" return 2 * x"), LIMITS).kind == "error"
+
+
 def test_an_endless_program_is_ended():
-    assert run_program(DOUBLE.program("    while True:\n        pass\n"), BRIEF).kind == "timeout"
-    asleep = "    import time\n    time.sleep(600)\n"
+    assert run_program(DOUBLE.program("\n    while True:\n        pass\n"), BRIEF).kind == "timeout"
+    asleep = "\n    import time\n    time.sleep(600)\n"
     assert run_program(DOUBLE.program(asleep), BRIEF).kind == "timeout"
 
 
@@ -131,8 +136,8 @@ class Scripted:
 
 
 ENGINE = {
-    "ar": ["    return x + x\n", "    while True:\n        pass\n"],
-    "hybrid": ["    return x + x\n", "    return len(s)\n"],
+    "ar": ["\n    return x + x\n", "\n    while True:\n        pass\n"],
+    "hybrid": ["\n    return x + x\n", "\n    return len(s)\n"],
 }
 
 

@@ -339,7 +339,7 @@ def test_options_on_the_command_line_replace_those_of_a_recipe():
     assert both == TrainOptions(model="x", minutes=1.0, lr=2.0)
 
 
-def test_only_training_and_evaluation_import_torch():
+def test_only_training_evaluation_and_peers_import_torch():
     found = {
         module
         for module, path in modules("bitmtp_tvm").items()
@@ -347,6 +347,7 @@ def test_only_training_and_evaluation_import_torch():
         if within(name, {"torch"})
     }
     allowed = {"bitmtp_tvm.training", "bitmtp_tvm.evaluation", "bitmtp_tvm.train"}
+    allowed |= {"bitmtp_tvm.peer", "bitmtp_tvm.peer_model"}
     assert not {module for module in found if not within(module, allowed)}
 
 

@@ -38,9 +38,18 @@ class Problem:
     test: str
     entry_point: str
 
+    @property
+    def asked(self) -> str:
+        """The prompt without the line break at its end.
+
+        Tokenizers join a line break with the indent behind it: where it stands alone already, a
+        model that never saw that goes on without an indent, which ends the function.
+        """
+        return self.prompt.rstrip()
+
     def program(self, completion: str) -> str:
         """What is executed: it comes to its end when the completion is right."""
-        return f"{self.prompt}{completion}\n{self.test}\ncheck({self.entry_point})\n"
+        return f"{self.asked}{completion}\n{self.test}\ncheck({self.entry_point})\n"
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class Work:
     ) -> None:
         assert self.compiled is not None
         engine = self.compiled.engine
-        prompts = [engine.encode(problem.prompt) for problem in problems]
+        prompts = [engine.encode(problem.asked) for problem in problems]
         sampling = Sampling(0.0, self.seed)
         report.human_eval = solve(
             engine, problems, prompts, wanted, sampling, SOLUTION_TOKENS, Limits()

@@ -95,7 +95,7 @@ def candidates(
     options: DecodeOptions, widths: Sequence[int], layout: Layout
 ) -> tuple[StepChoice, ...]:
     """Every useful pair of drafts and masks, each in the smallest bucket that holds its rows."""
-    block = options.block_size
+    block, drafting = options.block_size, options.mode != "confidence"
     found = []
     for masks in (block,) if options.bidirectional else range(1, block + 1):
         for drafts in _useful_drafts(options, masks):
@@ -104,7 +104,6 @@ def candidates(
             # After a committed chain as many pending rows stand before the masks, and confidence
             # lives of chains; elsewhere a row short costs the last mask now and then, where a wider
             # bucket costs time always.
-            drafting = options.mode != "confidence"
             roomy = rows if drafting else max(rows, 2 * masks)
             fitting = [w for w in widths if w >= roomy] or [w for w in widths if w >= rows]
             if fitting:
@@ -196,7 +195,7 @@ class Policy:
         # Wide steps are a bet on the table: not on one that is itself a guess.
         if measured and self._options.mode != "confidence":
             found += candidates(self._options, widths, Layout.OUTCOMES)
-        drafting = self._options.mode != "confidence"
+        drafting = self._options.mode == "speculative"
         most = {c: 1 + (c.most_drafts if drafting else c.masks) for c in found}
         limit = STICKY / self._times[self._plain.width]
         return tuple(c for c in found if most[c] / self._times[c.width] > limit)

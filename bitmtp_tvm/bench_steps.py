@@ -21,6 +21,7 @@ from bitmtp_tvm.step_times import (
     STEP_TIMES,
     Timing,
     kv_bytes,
+    shown_times,
     write_step_times,
 )
 from bitmtp_tvm.step_timing import Bench, check_fill, default_fill, measure_steps
@@ -97,11 +98,8 @@ def _measure(artifact: Artifact, graph: bool, fill: int) -> dict[int, Timing]:
 
 
 def shown(timings: Timings) -> dict[str, Any]:
-    """For JSON: median, 10th and 90th percentile."""
-    return {
-        how: {str(w): [round(x, 5) for x in (t.median, t.low, t.high)] for w, t in times.items()}
-        for how, times in timings.items()
-    }
+    """For JSON."""
+    return {how: shown_times(times) for how, times in timings.items()}
 
 
 def reading_floor(artifact: Artifact, fill: int) -> dict[str, Any]:
@@ -173,9 +171,8 @@ def table(timings: Timings, floor: Mapping[str, Any]) -> list[str]:
         cells = ""
         for times in timings.values():
             time = times[width]
-            value = f"{time.median:.3f} ms ({time.low:.3f}-{time.high:.3f})"
             speed = read / time.median / 1e6
             rate = f"{100 * least / time.median:.0f} %" if least else f"{speed:.1f}"
-            cells += f"  {value:<32}{rate:>13}"
+            cells += f"  {time!s:<32}{rate:>13}"
         found.append(f"{width:>4}{cells}")
     return found

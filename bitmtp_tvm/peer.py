@@ -11,10 +11,8 @@ from importlib import import_module
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.step_times import Timing
+from bitmtp_tvm.step_times import Timing, shown_times
 
 if TYPE_CHECKING:
     from bitmtp_tvm.peer_model import CachedForward, Pieces
@@ -100,8 +98,7 @@ def measure_peer(config: Mapping[str, Any], widths: Sequence[int], fill: int) ->
 def _measure(forward: "CachedForward", width: int, start: int, pieces: "Pieces") -> Timing:
     rows = forward.rows(width, start)
     graph, _ = captured(lambda: forward(*rows, pieces))
-    low, median, high = np.percentile(replays(graph), (10, 50, 90)).tolist()
-    return Timing(median, low, high)
+    return Timing.of(replays(graph))
 
 
 def captured(run: Callable[[], Any]) -> tuple[Any, Any]:
@@ -145,22 +142,21 @@ def peer_lines(peer: PeerTimes, ours: Mapping[int, Timing]) -> list[str]:
         f"rows  {'a forward':<32}{'of our step':>13}",
     ]
     for width, time in peer.times.items():
-        value = f"{time.median:.3f} ms ({time.low:.3f}-{time.high:.3f})"
-        found.append(f"{width:>4}  {value:<32}{f'{time.median / ours[width].median:.2f} x':>13}")
+        found.append(f"{width:>4}  {time!s:<32}{f'{time.median / ours[width].median:.2f} x':>13}")
     return found
 
 
 def shown_peer(peer: PeerTimes, ours: Mapping[int, Timing]) -> dict[str, Any]:
-    """For JSON: milliseconds are the median, the 10th and the 90th percentile."""
-    times = peer.times.items()
+    """For JSON."""
     return {
         "name": "transformers",
         "model": peer.model,
         "weights": "dense bfloat16, activations not quantised",
         "versions": peer.versions,
         "cache_tokens": peer.room,
-        "milliseconds": {
-            str(width): [round(x, 5) for x in (t.median, t.low, t.high)] for width, t in times
+        "milliseconds": shown_times(peer.times),
+        "times_ours": {
+            str(width): round(time.median / ours[width].median, 3)
+            for width, time in peer.times.items()
         },
-        "times_ours": {str(width): round(t.median / ours[width].median, 3) for width, t in times},
     }

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import Manifest
@@ -31,6 +33,20 @@ class Timing:
     median: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, milliseconds: Sequence[float]) -> "Timing":
+        """That of so many steps."""
+        low, median, high = np.percentile(milliseconds, (10, 50, 90)).tolist()
+        return cls(median, low, high)
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f} ms ({self.low:.3f}-{self.high:.3f})"
+
+
+def shown_times(times: Mapping[int, Timing]) -> dict[str, list[float]]:
+    """For JSON, by width: median, 10th and 90th percentile."""
+    return {str(w): [round(x, 5) for x in (t.median, t.low, t.high)] for w, t in times.items()}
 
 
 @dataclass(frozen=True)
@@ -66,12 +82,7 @@ def write_step_times(
         **provenance,
         "format_version": FORMAT_VERSION,
         "artifact": identity(manifest),
-        "milliseconds": {
-            how: {
-                str(w): [round(x, 5) for x in (t.median, t.low, t.high)] for w, t in times.items()
-            }
-            for how, times in timings.items()
-        },
+        "milliseconds": {how: shown_times(times) for how, times in timings.items()},
     }
     path = directory / STEP_TIMES
     try:

@@ -68,8 +68,7 @@ def measure_steps(session: TokenSession, bench: Bench) -> dict[int, Timing]:
 def measure_width(session: TokenSession, width: int, bench: Bench) -> Timing:
     """Milliseconds of a step of `width` rows, whose K/V storage is filled already."""
     samples = [sample for _ in range(ROUNDS) for sample in _round(session, width, bench)]
-    low, median, high = np.percentile(np.array(samples) * 1000, (10, 50, 90)).tolist()
-    return Timing(median, low, high)
+    return Timing.of([1000 * sample for sample in samples])
 
 
 def _round(session: TokenSession, width: int, bench: Bench) -> Iterator[float]:

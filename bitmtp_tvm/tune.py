@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bitmtp_tvm.arguments import positive
+from bitmtp_tvm.bench import several
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.compile import add_checkpoint_options, widths
 from bitmtp_tvm.errors import UsageError
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--ops",
-        type=lambda text: tuple(dict.fromkeys(text.split(","))),
+        type=several(str),
         metavar="A,B",
         help="operations to tune, such as attention_parts (default: all); the others stay",
     )

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from tvm.script import tirx as T
 
 from schedules.gpu.attention_warp import Plan
-from schedules.gpu.thread import WARP, across, add, constant, mul, span
+from schedules.gpu.thread import WARP, across, add, ceil_div, constant, mul, span
+from schedules.workload import Workload
 
 PAIRS = 8
 WARPS = 4
@@ -59,13 +60,20 @@ def serves(head_dim: int) -> bool:
     return head_dim % SLOTS == 0 and head_dim <= MOST_ELEMENTS
 
 
-def fitting(width: int, group: int, head_dim: int) -> list[MmaTile]:
-    """The tiles for the pairs of `width` rows and the `group` heads of a key/value head, the
-    smallest first.
+def blocks_of(work: Workload, tile: MmaTile) -> int:
+    """Blocks for the pairs of all key/value heads."""
+    (width, heads, _), kv_heads = work.shapes[0], work.shapes[1][1]
+    return kv_heads * ceil_div(width * heads // kv_heads, tile.pairs)
+
+
+def fitting(work: Workload) -> list[MmaTile]:
+    """The tiles for the pairs of a key/value head, the smallest first.
 
     A division by a group that is no power of two keeps more in registers: tiles that would spill
     some, where three blocks share a multiprocessor, are not among them.
     """
+    (width, heads, head_dim), kv_heads = work.shapes[0], work.shapes[1][1]
+    group = heads // kv_heads
     found = [
         MmaTile(tiles, min(tiles, 2))
         for tiles in (1, 2, 4)

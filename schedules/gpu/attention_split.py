@@ -14,6 +14,7 @@ from schedules.gpu.attention_fragments import (
     WORDS,
     MmaTile,
     Sizes,
+    blocks_of,
     fitting,
     serves,
 )
@@ -36,26 +37,15 @@ class SplitTile(MmaTile):
     splits: int
 
 
-def _tiles(work: Workload) -> list[MmaTile]:
-    width, heads, head_dim = work.shapes[0]
-    return fitting(width, heads // work.shapes[1][1], head_dim)
-
-
-def _blocks(work: Workload, tile: MmaTile) -> int:
-    """Blocks that share one chain of all key/value heads."""
-    kv_heads = work.shapes[1][1]
-    return kv_heads * ceil_div(work.shapes[0][0] * work.shapes[0][1] // kv_heads, tile.pairs)
-
-
 def choose(work: Workload, card: Card) -> SplitTile:
     """The rule's tile: pairs that share a block share its loads, but blocks come first.
 
     Blocks without a slot cost time as well: where there are many, each has two chains.
     """
-    tiles, chains = _tiles(work), work.settings["chains"]
-    busy = [t for t in tiles if _blocks(work, t) * USUAL_CHAINS >= card.multiprocessors]
+    tiles, chains = fitting(work), work.settings["chains"]
+    busy = [t for t in tiles if blocks_of(work, t) * USUAL_CHAINS >= card.multiprocessors]
     tile = busy[-1] if busy else tiles[0]
-    crowded = _blocks(work, tile) * chains > MOST_BLOCKS * card.multiprocessors
+    crowded = blocks_of(work, tile) * chains > MOST_BLOCKS * card.multiprocessors
     return SplitTile(
         tile.tiles, tile.at_once, chains // 2 if crowded and chains % 2 == 0 else chains
     )
@@ -66,7 +56,7 @@ def candidates(work: Workload, card: Card) -> list[SplitTile]:
     chains = work.settings["chains"]
     return [
         SplitTile(tile.tiles, at_once, chains // share)
-        for tile in _tiles(work)
+        for tile in fitting(work)
         for at_once in sorted({1, tile.at_once})
         for share in (1, 2, 4)
         if chains % share == 0

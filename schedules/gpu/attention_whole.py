@@ -15,6 +15,7 @@ from schedules.gpu.attention_fragments import (
     WORDS,
     MmaTile,
     Sizes,
+    blocks_of,
     fitting,
     serves,
 )
@@ -25,26 +26,13 @@ from schedules.space import Card, Template
 from schedules.workload import Workload
 
 
-def _pairs(work: Workload) -> int:
-    return work.shapes[0][0] * work.shapes[0][1] // work.shapes[1][1]
-
-
-def _tiles(work: Workload) -> list[MmaTile]:
-    width, heads, head_dim = work.shapes[0]
-    return fitting(width, heads // work.shapes[1][1], head_dim)
-
-
 def choose(work: Workload, card: Card) -> MmaTile:
     """The rule's tile: the largest that leaves every multiprocessor a block.
 
     Each block reads all keys and values: of a long context, more blocks wait for the L2.
     """
-    tiles, kv_heads = _tiles(work), work.shapes[1][1]
-    busy = [
-        tile
-        for tile in tiles
-        if kv_heads * ceil_div(_pairs(work), tile.pairs) >= card.multiprocessors
-    ]
+    tiles = fitting(work)
+    busy = [tile for tile in tiles if blocks_of(work, tile) >= card.multiprocessors]
     return busy[-1] if busy else tiles[0]
 
 
@@ -271,7 +259,7 @@ TEMPLATE = Template(
     choose=choose,
     candidates=lambda work, card: [
         MmaTile(tile.tiles, at_once)
-        for tile in _tiles(work)
+        for tile in fitting(work)
         for at_once in sorted({1, tile.at_once})
     ],
     make=lambda work, tile, target: _whole(work, plan_of(work, tile, CHAINS, SLOTS)),

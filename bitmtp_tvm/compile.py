@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -204,22 +204,13 @@ def make_plan(options: CompileOptions) -> Plan:
 
 
 def find_checkpoint(options: CompileOptions) -> "Checkpoint":
-    from bitmtp_tvm.checkpoint import open_checkpoint, random_checkpoint
+    from bitmtp_tvm.checkpoint import open_checkpoint
     from relax_models.config import PRESETS
 
     if options.model == "":
         raise UsageError("--model is empty: give a checkpoint, or leave it out for the demo")
     if options.random_weights:
-        about_files = ("quant", "quant_threshold", "mask_token_id", "block_size")
-        given = [name for name in about_files if getattr(options, name) is not None]
-        if given:
-            raise UsageError(
-                f"--{given[0].replace('_', '-')} is about a checkpoint's files, and "
-                "--random-weights has none: leave it out"
-            )
-        if options.model not in PRESETS:
-            raise UsageError(f"--random-weights needs --model, one of: {', '.join(PRESETS)}")
-        return random_checkpoint(PRESETS[options.model], name=options.model)
+        return _random_weights(options)
     if options.model in PRESETS and not Path(options.model).exists():
         raise UsageError(
             f"{options.model} is a preset's name: add --random-weights for a benchmark of its "
@@ -232,6 +223,32 @@ def find_checkpoint(options: CompileOptions) -> "Checkpoint":
         mask_token_id=options.mask_token_id,
         block_size=options.block_size,
     )
+
+
+def _random_weights(options: CompileOptions) -> "Checkpoint":
+    """A preset's shapes, of its own format or of the one that `--quant` makes of a Bonsai."""
+    from bitmtp_tvm.checkpoint import random_checkpoint
+    from bitmtp_tvm.checkpoint.options import CheckpointOptions
+    from relax_models.config import PRESETS
+
+    about_files = ("quant_threshold", "mask_token_id", "block_size")
+    given = [name for name in about_files if getattr(options, name) is not None]
+    if given:
+        raise UsageError(
+            f"--{given[0].replace('_', '-')} is about a checkpoint's files, and "
+            "--random-weights has none: leave it out"
+        )
+    name = options.model
+    if name not in PRESETS:
+        raise UsageError(f"--random-weights needs --model, one of: {', '.join(PRESETS)}")
+    config = PRESETS[name]
+    if options.quant is not None:
+        if config.architecture != "qwen3":
+            raise UsageError(f"--quant is for a Bonsai: {name} has its own rule")
+        weight_format = CheckpointOptions(options.quant).quantizer().format
+        config = replace(config, weight_format=weight_format)
+        name = f"{name}-{weight_format}"
+    return random_checkpoint(config, name=name)
 
 
 @contextmanager

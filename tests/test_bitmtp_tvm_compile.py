@@ -9,7 +9,7 @@ from bitnet_checkpoint import DEMO, ODD, write_checkpoint
 from bitmtp_tvm import elf
 from bitmtp_tvm.artifact import open_artifact
 from bitmtp_tvm.checkpoint import open_checkpoint
-from bitmtp_tvm.compile import CompileOptions, compile_model, main
+from bitmtp_tvm.compile import CompileOptions, compile_model, find_checkpoint, main
 from bitmtp_tvm.cubin import find_cubins
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import embedded_manifest
@@ -120,8 +120,19 @@ def test_the_default_folder_context_and_report(odd, tmp_path, monkeypatch, capsy
         ("add --random-weights", ["--target", "cpu", "--model", "bitnet-2b"]),
         ("--model is empty", ["--target", "cpu", "--model", ""]),
         (
-            "--quant is about a checkpoint's files",
+            "--block-size is about a checkpoint's files",
+            ["--target", "cpu", "--random-weights", "--model", "bonsai-1.7b", "--block-size", "4"],
+        ),
+        (
+            "there is no rule 'x'",
             ["--target", "cpu", "--random-weights", "--model", "bonsai-1.7b", "--quant", "x"],
+        ),
+        (
+            "--quant is for a Bonsai: bitnet-2b has its own rule",
+            [
+                *("--target", "cpu", "--random-weights", "--model", "bitnet-2b"),
+                *("--quant", "binary-g128"),
+            ],
         ),
     ],
 )
@@ -129,6 +140,20 @@ def test_options_that_cannot_be_served(capsys, tmp_path, words, arguments):
     output = tmp_path / "out"
     fails(capsys, 2, words, *arguments, "-o", output)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("quant", "name", "weight_format"),
+    [
+        (None, "bonsai-1.7b", "ternary-g128"),
+        ("binary-g128", "bonsai-1.7b-binary-g128", "binary-g128"),
+        ("ternary-g128-absmean", "bonsai-1.7b-ternary-g128", "ternary-g128"),
+    ],
+)
+def test_the_rule_of_random_weights(quant, name, weight_format):
+    options = CompileOptions("cpu", "bonsai-1.7b", random_weights=True, quant=quant)
+    found = find_checkpoint(options)
+    assert (found.name, found.config.weight_format) == (name, weight_format)
 
 
 @pytest.mark.parametrize("widths", ["0", "65", "1,x", "", "1,,2"])

@@ -40,13 +40,14 @@ HANGS = "takes too long to compile"
 @dataclass(frozen=True)
 class Wanted:
     """A kernel to build: the first of a task is the rule's. program: of a fixed one, the scheduled
-    function as TVM writes it; else template and arguments make it."""
+    function as TVM writes it; else template and arguments make it. current: compile takes it."""
 
     task: Task
     template: str
     arguments: dict[str, int]
     rule: bool
     program: str = ""
+    current: bool = False
 
     @property
     def function(self) -> str:
@@ -316,7 +317,8 @@ def with_built(task: Task, built: Sequence[Built]) -> Task:
             reason = item.fault.partition(":")[0]
             rejected[reason] = rejected.get(reason, 0) + 1
     kept = tuple(item.candidate for item in mine if item.candidate is not None)
-    return replace(task, candidates=kept, rejected=rejected)
+    current = [i.candidate.function for i in mine if i.candidate is not None and i.wanted.current]
+    return replace(task, candidates=kept, rejected=rejected, current=current[0] if current else "")
 
 
 if __name__ == "__main__":

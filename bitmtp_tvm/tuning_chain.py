@@ -78,12 +78,12 @@ def _settle(
     return winner, medians[winner]
 
 
-def shortlist(seconds: Mapping[str, float], rule: str, top: int = TOP) -> list[str]:
-    """The fastest candidates alone, fastest first; the rule's is always among them."""
-    names = sorted(seconds, key=lambda name: seconds[name])[:top]
-    if rule in seconds and rule not in names:
-        names[-1 if len(names) == top else len(names) :] = [rule]
-    return names
+def shortlist(seconds: Mapping[str, float], always: Sequence[str], top: int = TOP) -> list[str]:
+    """The fastest candidates alone, fastest first, with those of `always` that work."""
+    order = sorted(seconds, key=lambda name: seconds[name])
+    kept = [name for name in order if name in always]
+    others = [name for name in order if name not in always][: max(top - len(kept), 0)]
+    return sorted([*kept, *others], key=lambda name: seconds[name])
 
 
 def shares(

@@ -141,7 +141,12 @@ def search(
     # What weighs most is settled first.
     tasks = sorted(tasks, key=lambda t: -t.counts[bucket] * min(seconds[t.name].values()))
     rule = {task.name: task.candidates[0].function for task in tasks}
-    tops = {t.name: shortlist(seconds[t.name], rule[t.name]) for t in tasks}
+    # What compile takes now, so that tuning again makes no step slower.
+    current = {
+        task.name: task.current if task.current in seconds[task.name] else rule[task.name]
+        for task in tasks
+    }
+    tops = {name: shortlist(seconds[name], [rule[name], current[name]]) for name in rule}
     best = {name: names[0] for name, names in tops.items()}
 
     def measure(choice: dict[str, str]) -> float:
@@ -149,7 +154,7 @@ def search(
         answer: dict[str, Any] = worker.ask({"do": "chain", "bucket": bucket, "choice": choice})
         return answer["seconds"] if answer["status"] == OK else math.inf
 
-    return descend(tops, [rule, best], measure)
+    return descend(tops, [rule, current, best], measure)
 
 
 def check_card(plan: TuningPlan, answer: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from bitmtp_tvm.manifest import decode
 from bitmtp_tvm.records import Key
 from bitmtp_tvm.targets import get_target
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 PLAN = "plan.json"
 MEASUREMENTS = "measurements.jsonl"
 OWN_FILES = re.compile(r"plan\.json|measurements\.jsonl|kernels-[0-9a-f]+\.(so|json)")
@@ -45,8 +45,9 @@ class Task:
 
     names, shapes, dtypes: of the arguments, the results last; constants: which of them are weights,
     or the cache; reads: bytes of these that a launch has to read from memory; counts: launches in
-    one run of each bucket; candidates: the rule's first, then the likeliest first; rejected: why
-    other candidates are not here, and how many.
+    one run of each bucket; candidates: the rule's first, then the likeliest first; current: the
+    function of the one that compile would take, by records or by the rule; rejected: why other
+    candidates are not here, and how many.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Task:
     rejected: dict[str, int] = field(default_factory=dict)
     names: tuple[str, ...] = ()
     fixed: bool = False
+    current: str = ""
 
     @property
     def weight_bytes(self) -> int:

@@ -22,9 +22,11 @@ from bitmtp_tvm.targets import get_target
 from bitmtp_tvm.tuning_plan import TuningPlan, check_own, read_plan
 
 if TYPE_CHECKING:
+    from bitmtp_tvm.records import Records
     from bitmtp_tvm.tune import TuneOptions
     from bitmtp_tvm.tuning_log import Measurements
-    from bitmtp_tvm.tuning_tasks import Model
+    from bitmtp_tvm.tuning_tasks import Found, Model
+    from schedules.space import Choice
 
 PRIMITIVES = "bitmtp_tvm.tuning_schedules"
 ABOUT_FILES = ("quant", "quant_threshold", "mask_token_id", "block_size")
@@ -90,8 +92,8 @@ def build_model(options: "TuneOptions", model: "Model", directory: Path) -> Tuni
 
 
 def wanted_kernels(options: "TuneOptions", model: "Model") -> list[Any]:
-    """What is worth building within the trials, the rule's kernel of each task first, and behind
-    that what is fixed."""
+    """What is worth building within the trials, the rule's kernel of each task first and what
+    records give now second, and behind that what is fixed."""
     from bitmtp_tvm.records import Records
     from bitmtp_tvm.tuning_build import Wanted
     from bitmtp_tvm.tuning_predict import ranked
@@ -103,12 +105,33 @@ def wanted_kernels(options: "TuneOptions", model: "Model") -> list[Any]:
     given = budgets(gains, [len(f.choices) for f in model.found], options.trials)
     check_trials(model, given)
     cost = cost_model() if sum(given) < sum(len(f.choices) for f in model.found) else None
-    searched = [
-        Wanted(found.task, choice.template.name, choice.arguments(), place == 0)
-        for found, count in zip(model.found, given, strict=True)
-        for place, choice in enumerate(ranked(found, target, cost)[:count])
-    ]
+    searched = []
+    for found, count in zip(model.found, given, strict=True):
+        rule, *others = ranked(found, target, cost)
+        current = in_force(found, records) or rule
+        # Both are built even where one trial is left: what was found before must not be lost.
+        ahead = [rule] if current == rule else [rule, current]
+        chosen = [*ahead, *(choice for choice in others if choice != current)]
+        searched += [
+            Wanted(
+                found.task,
+                choice.template.name,
+                choice.arguments(),
+                choice == rule,
+                current=choice == current,
+            )
+            for choice in chosen[: max(count, len(ahead))]
+        ]
     return [*searched, *fixed_kernels(model, records.folder)]
+
+
+def in_force(found: "Found", records: "Records") -> "Choice | None":
+    """Of a task's choices the one that records give, None without a record or for another tile."""
+    record = next(iter(records.of(found.task.key)), None)
+    if record is None:
+        return None
+    wanted = record.template, record.arguments
+    return next((c for c in found.choices if (c.template.name, c.arguments()) == wanted), None)
 
 
 def fixed_kernels(model: "Model", folder: Path) -> list[Any]:

@@ -23,8 +23,8 @@ LIBRARY = "kernels.so"
 
 # Segments, K, residual; the shapes of the demo and of BitNet-2B, and ragged ones.
 LINEARS = [
-    ((512, 128, 128), 512, False),
-    ((512,), 1408, True),
+    ((640, 128, 128), 640, False),
+    ((640,), 1792, True),
     ((2560, 640, 640), 2560, False),
     ((2560,), 6912, True),
     ((100, 30, 7), 200, True),
@@ -51,7 +51,7 @@ LINEAR_TILES = [
     (4, 130, "low_bit_mma_wide_some", (5, 1, 2, 4, 2, 1)),
     (5, 130, "low_bit_mma_wide_some", (2, 2, 4, 4, 4, 3)),
 ]
-NORM_SIZES = (512, 1408, 2560, 6912, 1410, 77)
+NORM_SIZES = (640, 1792, 2560, 6912, 1410, 77)
 NORM_WIDTHS = (1, 9)
 GROUP = 128
 # Format: bits of a code.
@@ -94,8 +94,8 @@ FUSED_LINEARS = [
     (FORMAT, (2560, 640, 640), 2560, False, "", True),
     (FORMAT, (6912, 6912), 2560, False, "relu2", True),
     (FORMAT, (2560,), 6912, True, "", True),
-    (FORMAT, (1408, 1408), 512, False, "relu2", True),
-    (FORMAT, (512,), 1408, True, "", True),
+    (FORMAT, (1792, 1792), 640, False, "relu2", True),
+    (FORMAT, (640,), 1792, True, "", True),
     (FORMAT, (100, 30, 7), 200, True, "", True),
     (FORMAT, (64, 64), 1410, False, "silu", True),
     ("ternary-g128", (2048, 1024, 1024), 2048, False, "", True),
@@ -106,7 +106,7 @@ FUSED_LINEARS = [
 ]
 FUSED_WIDTHS = (1, 2)
 # Vocabulary, size.
-HEADS = [(8192, 512), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
+HEADS = [(8192, 640), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)
 # As HEADS, of heads with a bound, and whether they know of a repetition penalty.
 BOUNDED_HEADS = [(1001, 320, True), (131, 77, False), (4099, 2560, False)]

@@ -18,10 +18,10 @@ from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.records import Key, Record, Records
 from bitmtp_tvm.reference.head_bound import code_head, plain_request
 from bitmtp_tvm.targets import get_target
-from bitmtp_tvm.tune import main
+from bitmtp_tvm.tune import TuneOptions, main
 from bitmtp_tvm.tuning_build import Built, Wanted, build_all, with_built
 from bitmtp_tvm.tuning_inputs import OPERATIONS, is_right, make_inputs
-from bitmtp_tvm.tuning_plan import Task, read_plan
+from bitmtp_tvm.tuning_plan import Candidate, Task, read_plan
 
 WIDTHS = (1, 4)
 PREFILL = (128, 512)
@@ -181,6 +181,32 @@ def test_what_was_measured_far_from_its_floor_gets_more(model, tmp_path):
         records.put([Record(task.key, "t", {}, seconds, "measured", "h200")])
         gains.append(expected_gain(task, 4800.0, records))
     assert gains[0] < guess < gains[1]
+
+
+@pytest.mark.parametrize("trials", [TASKS + 1, 3 * TASKS])
+def test_what_records_give_is_built_beside_the_rule_s(model, tmp_path, trials):
+    place = next(i for i, found in enumerate(model.found) if len(found.choices) > 3)
+    found = model.found[place]
+    choice = found.choices[-1]
+    records = Records.read(tmp_path)
+    record = Record(
+        found.task.key, choice.template.name, choice.arguments(), 1e-6, "measured", "h200"
+    )
+    records.put([record])
+    records.write(tmp_path, None)
+    options = TuneOptions("h200", records=tmp_path, trials=trials)
+    everything = tuning_run.wanted_kernels(options, model)
+    wanted = [w for w in everything if w.task.name == found.task.name]
+    assert [w.rule for w in wanted] == [True] + [False] * (len(wanted) - 1)
+    assert [w.current for w in wanted] == [False, True] + [False] * (len(wanted) - 2)
+    assert wanted[1].arguments == choice.arguments()
+    made = Candidate("", "", "", {})
+    built = [Built(w, replace(made, function=w.function)) for w in wanted]
+    task = with_built(found.task, built)
+    assert task.current == wanted[1].function == task.candidates[1].function
+    # The others have none, and what is in force there is the rule's.
+    other = model.found[place - 1].task.name
+    assert next(w.current for w in everything if w.task.name == other)
 
 
 def test_build_only_makes_a_folder_that_opens(model, tmp_path, capsys, monkeypatch):

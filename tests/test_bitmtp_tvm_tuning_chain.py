@@ -52,10 +52,11 @@ def test_a_chain_that_fails_is_left_out():
 @pytest.mark.parametrize("top", [1, 2, 3, 9])
 def test_the_rule_is_always_tried(top):
     seconds = {"x": 3.0, "y": 1.0, "z": 2.0}
-    names = shortlist(seconds, "x", top)
+    names = shortlist(seconds, ["x", "fails"], top)
     assert "x" in names and len(names) == min(top, 3)
     assert names == sorted(names, key=lambda n: seconds[n])
     assert top == 1 or names[0] == "y"
+    assert shortlist(seconds, ["x", "z"], 2) == ["z", "x"]
 
 
 def test_a_chain_is_shared_out_as_its_kernels_are_alone():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from imports import ROOT
@@ -180,6 +181,22 @@ def test_the_fastest_right_one_wins(tmp_path):
     assert device.closed and device.count()["twin"] == 2
 
 
+@pytest.mark.parametrize("works", [True, False])
+def test_what_records_give_now_is_tried_in_the_chain(tmp_path, works):
+    """Alone ten others are faster than it."""
+    names = (RULE, "known", *(f"fast{i}" for i in range(10)))
+    tuned = replace(task("two", 2, functions=names), current="two_known")
+
+    class Together(Device):
+        def ask(self, job):
+            known = job["do"] == "chain" and "two_known" in job["choice"].values()
+            return {"status": "ok", "seconds": 1e-7} if known else super().ask(job)
+
+    seconds = {RULE: 3e-6, "known": 2e-6, **{f"fast{i}": 1e-6 for i in range(10)}}
+    known = run(tmp_path, Together(seconds, {} if works else {"two_known": "wrong"}), (tuned,))
+    assert (known.chains["step_w2"].choice == {"two": "two_known"}) == works
+
+
 def test_nothing_wins_where_the_rule_itself_is_wrong(tmp_path):
     device = Device(SECONDS, twins={"two": "wrong"})
     known = run(tmp_path, device)
@@ -330,8 +347,8 @@ def test_a_folder_is_checked(tmp_path, capsys):
     text = (tmp_path / PLAN).read_text()
     (tmp_path / PLAN).write_text(text.replace('"functio', '"funktio', 1))
     assert "plan.json is damaged" in refused(1, "--measure", tmp_path)
-    (tmp_path / PLAN).write_text(text.replace('"format_version": 3', '"format_version": 2'))
-    assert "format version 2 instead of 3): build the kernels" in refused(1, "--measure", tmp_path)
+    (tmp_path / PLAN).write_text(text.replace('"format_version": 4', '"format_version": 2'))
+    assert "format version 2 instead of 4): build the kernels" in refused(1, "--measure", tmp_path)
     (tmp_path / PLAN).write_text(text)
     assert read_plan(tmp_path) == plan(*TASKS)
     (tmp_path / MEASUREMENTS).write_text('{"what": "twin"}\n')

@@ -172,15 +172,15 @@ class Run:
                 check_stopped()
                 gathered.append(self._one_step())
                 clock = time.monotonic() if clock is None else clock
-                now = time.monotonic() - clock + start
-                self.budget.seconds = self.here.agreed(now)
+                now = time.monotonic()
+                spans = (now - clock + start, now - began, now - saved)
+                self.budget.seconds, elapsed, unsaved = self.here.agreed(spans)
                 if self.step % options.log_every == 0 or self.budget.over:
                     self._report(logs, gathered)
                 if self.step % options.validate_every == 0 and not self.budget.over:
                     self._validate(logs)
-                elapsed = self.here.agreed(time.monotonic() - began) / 60
-                paused = options.pause_after is not None and elapsed >= options.pause_after
-                due = self.here.agreed(time.monotonic() - saved) >= 60 * options.save_every
+                paused = options.pause_after is not None and elapsed >= 60 * options.pause_after
+                due = unsaved >= 60 * options.save_every
                 if (due or paused) and not self.budget.over:
                     self._keep()
                     saved = time.monotonic()

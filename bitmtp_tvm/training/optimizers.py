@@ -1,12 +1,14 @@
 """Optimisers by name, and the running mean of the weights."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 from torch.optim import AdamW, Optimizer
 
 from bitmtp_tvm.errors import UsageError
@@ -48,7 +50,7 @@ def _batched_muon() -> type[Optimizer]:
         1,700 launches of a few microseconds each.
 
         Every process has whole momenta and orthogonalises whole matrices, and keeps its share of
-        what comes out: to gather a gradient once takes less than each product over shares would.
+        what comes out: to gather the gradients once takes less than each product over shares would.
         """
 
         @torch.no_grad()
@@ -62,16 +64,17 @@ def _batched_muon() -> type[Optimizer]:
                     self._step(group, parameters)
 
         def _step(self, group: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-            gradients = [_whole(parameter.grad) for parameter in parameters]
+            gradients = _gathered([parameter.grad for parameter in parameters]).unbind()
             momenta = [self._momentum(p, g) for p, g in zip(parameters, gradients, strict=True)]
             torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, momenta, group["momentum"])
             found = orthogonal(torch.stack(ahead), group["ns_coefficients"], group["ns_steps"])
             # As long a step as AdamW's: torch.optim.Muon calls that match_rms_adamw.
             rate = group["lr"] * 0.2 * max(parameters[0].shape) ** 0.5
-            keep = 1 - group["lr"] * group["weight_decay"]
-            for parameter, update in zip(parameters, found.float().unbind(), strict=True):
-                parameter.mul_(keep).add_(_share_of(update, parameter), alpha=-rate)
+            updates = _shares_of(found.float(), parameters[0]).unbind()
+            own = [_local(parameter) for parameter in parameters]
+            torch._foreach_mul_(own, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(own, updates, alpha=-rate)
 
         def _momentum(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
             state = self.state[parameter]
@@ -99,18 +102,40 @@ def orthogonal(matrices: Tensor, coefficients: tuple[float, float, float], steps
     return x.mT if tall else x
 
 
-def _whole(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _local(matrix: Tensor) -> Tensor:
+    """The rows of a matrix that this process has."""
+    return matrix.to_local() if isinstance(matrix, DTensor) else matrix
 
 
-def _share_of(update: Tensor, parameter: Tensor) -> Tensor:
-    """What of a whole matrix belongs to the process's share of a parameter."""
+def _most_rows(matrix: DTensor) -> int:
+    """Rows that the first processes have: FSDP2 gives each so many while there are some."""
+    assert matrix.placements == (Shard(0),)
+    return -(-matrix.shape[0] // matrix.device_mesh.size())
+
+
+def _gathered(matrices: Sequence[Tensor]) -> Tensor:
+    """Whole matrices of one shape `(N, K)` -> `(count, N, K)`, in one exchange.
+
+    One by one, as `DTensor.full_tensor` does it, each takes the processor most of a millisecond.
+    """
+    first, own = matrices[0], torch.stack([_local(matrix) for matrix in matrices])
+    if not isinstance(first, DTensor):
+        return own
+    most = _most_rows(first)
+    own = functional.pad(own, (0, 0, 0, most - own.shape[1]))
+    processes = first.device_mesh.size()
+    everyone = own.new_empty(processes * len(own), *own.shape[1:])
+    dist.all_gather_into_tensor(everyone, own, group=first.device_mesh.get_group())
+    rows = everyone.unflatten(0, (processes, -1)).transpose(0, 1).flatten(1, 2)
+    return rows[:, : first.shape[0]]
+
+
+def _shares_of(matrices: Tensor, parameter: Tensor) -> Tensor:
+    """This process's rows of whole matrices `(count, N, K)` that are shared out as `parameter`."""
     if not isinstance(parameter, DTensor):
-        return update
-    mesh = parameter.device_mesh
-    everywhere = DTensor.from_local(update, mesh, [Replicate()] * mesh.ndim)
-    return everywhere.redistribute(placements=parameter.placements)
+        return matrices
+    start = parameter.device_mesh.get_local_rank() * _most_rows(parameter)
+    return matrices[:, start : start + parameter.to_local().shape[0]]
 
 
 OPTIMIZERS: Mapping[str, Callable[[nn.Module, TrainOptions, bool], list[Optimizer]]] = {

@@ -1,6 +1,7 @@
 """One process or several: FSDP2 over what torchrun started, and plain PyTorch without it."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -36,13 +37,16 @@ class World:
             dist.all_reduce(values)
         return values
 
-    def agreed(self, value: float) -> float:
-        """The first process's number: clocks differ, and all must take the same way."""
+    def agreed(self, values: Sequence[float]) -> list[float]:
+        """The first process's numbers: clocks differ, and all must take the same way.
+
+        They go from processor to processor, so that nobody waits for what a GPU has still to do.
+        """
         if self.size == 1:
-            return value
-        held = torch.tensor([value], dtype=torch.float64, device=self.device)
+            return list(values)
+        held = torch.tensor(values, dtype=torch.float64)
         dist.broadcast(held, 0)
-        return float(held)
+        return held.tolist()
 
 
 @contextmanager
@@ -56,14 +60,15 @@ def world(device: str) -> Iterator[World]:
     if not dist.is_torchelastic_launched():
         yield World(0, 1, torch.device(kind))
         return
-    dist.init_process_group("nccl" if kind == "cuda" else "gloo")
-    rank = dist.get_rank()
     place = torch.device("cpu")
     if kind == "cuda":
-        place = torch.device("cuda", rank % torch.cuda.device_count())
+        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(place)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=place)
+    else:
+        dist.init_process_group("gloo")
     try:
-        yield World(rank, dist.get_world_size(), place)
+        yield World(dist.get_rank(), dist.get_world_size(), place)
     finally:
         dist.destroy_process_group()
 

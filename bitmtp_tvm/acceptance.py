@@ -9,8 +9,9 @@ from relax_models.state import Layout
 HALF_LIFE = 128
 """Steps after which what was seen counts half: text changes."""
 
-PRIOR_STEPS = 2.0
-"""Steps that the guesses below are worth: real ones soon outweigh them."""
+PRIOR_STEPS, PRIOR_STEPS_ALONE = 2.0, 8.0
+"""Steps that the guesses below are worth: real ones soon outweigh them. Where each request learns
+for itself alone they are worth more: the first tokens of a text are its hardest."""
 
 NEIGHBOUR_STEPS = 12.0
 """Steps that a position's guess is worth when it comes from the position before it."""
@@ -24,10 +25,14 @@ PRIOR_RIGHT = 0.8
 
 
 class Acceptance:
-    """Counters as the state keeps them, by position j of a draft or mask row, with a half-life."""
+    """Counters as the state keeps them, by position j of a draft or mask row, with a half-life.
 
-    def __init__(self, positions: int) -> None:
+    `alone`: they are of one request, which no other's come before.
+    """
+
+    def __init__(self, positions: int, alone: bool = False) -> None:
         self._positions = positions
+        self._prior = PRIOR_STEPS_ALONE if alone else PRIOR_STEPS
         self._counts = np.zeros((5, positions))
         self._open = np.zeros(positions)
         self._stale = True
@@ -73,15 +78,15 @@ class Acceptance:
     def _refresh(self) -> None:
         """Probabilities from the counts; each position's guess is what its predecessor shows."""
         evaluated, accepted, offered, proposed, chained = self._counts.tolist()
-        self._run = _leading(proposed, offered, PRIOR_RUN, PRIOR_RUN_ON)
-        self._chain = _leading(chained, offered, PRIOR_CHAIN, PRIOR_CHAIN_ON)
+        self._run = self._leading(proposed, offered, PRIOR_RUN, PRIOR_RUN_ON)
+        self._chain = self._leading(chained, offered, PRIOR_CHAIN, PRIOR_CHAIN_ON)
         right, wrong = [], []
         reached, guess = 1.0, PRIOR_RIGHT
         for j in range(self._positions):
             if j:
                 follows = self._run[j] / self._run[j - 1]
-                reached *= min(1.0, _mean(evaluated[j], float(self._open[j]), follows, j))
-            guess = _mean(accepted[j], evaluated[j], guess, j)
+                reached *= min(1.0, self._mean(evaluated[j], float(self._open[j]), follows, j))
+            guess = self._mean(accepted[j], evaluated[j], guess, j)
             wrong.append(reached * (1 - guess))
             reached *= guess
             right.append(reached)
@@ -91,20 +96,20 @@ class Acceptance:
         self._wrong = [0.0, *accumulate(wrong)]
         self._stale = False
 
+    def _leading(
+        self, hits: list[float], offers: list[float], first: float, on: float
+    ) -> list[float]:
+        """Chance that a leading run goes beyond position j."""
+        found: list[float] = []
+        for j, (hit, offer) in enumerate(zip(hits, offers, strict=True)):
+            # Sure blocks go on being sure.
+            if found:
+                on = found[-1] / found[-2] if len(found) > 1 else max(on, found[-1])
+            chance = self._mean(hit, offer, found[-1] * on if found else first, j)
+            # Never 0, so that ratios exist; never above the shorter run's.
+            found.append(max(1e-6, min(chance, found[-1] if found else 1.0)))
+        return found
 
-def _leading(hits: list[float], offers: list[float], first: float, on: float) -> list[float]:
-    """Chance that a leading run goes beyond position j."""
-    found: list[float] = []
-    for j, (hit, offer) in enumerate(zip(hits, offers, strict=True)):
-        # Sure blocks go on being sure.
-        if found:
-            on = found[-1] / found[-2] if len(found) > 1 else max(on, found[-1])
-        chance = _mean(hit, offer, found[-1] * on if found else first, j)
-        # Never 0, so that ratios exist; never above the shorter run's.
-        found.append(max(1e-6, min(chance, found[-1] if found else 1.0)))
-    return found
-
-
-def _mean(hits: float, trials: float, guess: float, position: int) -> float:
-    weight = NEIGHBOUR_STEPS if position else PRIOR_STEPS
-    return (hits + weight * guess) / (trials + weight)
+    def _mean(self, hits: float, trials: float, guess: float, position: int) -> float:
+        weight = NEIGHBOUR_STEPS if position else self._prior
+        return (hits + weight * guess) / (trials + weight)

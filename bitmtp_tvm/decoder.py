@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.flight import Flight, TokenSession
-from bitmtp_tvm.modes import DecodeOptions
+from bitmtp_tvm.modes import UNVERIFIED, DecodeOptions
 from bitmtp_tvm.policy import Policy
 from bitmtp_tvm.sampling import SamplingOptions
 from bitmtp_tvm.statistics import Statistics
@@ -16,7 +16,6 @@ from bitmtp_tvm.step_times import StepTimes
 from bitmtp_tvm.stopping import CANCELLED, LENGTH, STOP, StopCondition
 from relax_models.state import Finish, Word
 
-UNVERIFIED = ("confidence", "hybrid")
 REASONS = {Finish.STOP: STOP, Finish.LENGTH: LENGTH}
 
 
@@ -113,8 +112,6 @@ class Decoder:
 
     def policy(self, options: DecodeOptions) -> Policy:
         """The policy for `options`, with what it learned while they were the same."""
-        # Where unverified tokens are committed, the rows that run decide what is said: there every
-        # request starts afresh, so that its answer does not depend on those before it.
         learns = options.mode not in UNVERIFIED
         if not learns or self._policy is None or self._policy[0] != options:
             self._policy = options, Policy(options, self.session.widths, self._times)

@@ -18,6 +18,10 @@ READ = {
     "hybrid": ("block_size", "threshold", "draft_threshold", "min_chain", "layout"),
 }
 
+UNVERIFIED = ("confidence", "hybrid")
+"""Modes that commit what nothing verified. The rows that run decide what they say, so each request
+begins afresh: its answer does not depend on those before it."""
+
 THRESHOLD = 0.9
 DRAFT_THRESHOLD = 0.5
 

@@ -1,7 +1,7 @@
 """Which rows the next steps run: the most tokens per millisecond that acceptance and t(W) promise.
 
 Speculation must pay for its width. The policy counts what a request accepts, and by t(W) never
-lets drafting lose more than about 2 % against plain decoding, or some ten plain steps at the start.
+lets drafting lose more than 2 or 3 % against plain decoding, or some ten plain steps at the start.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bitmtp_tvm.acceptance import Acceptance
-from bitmtp_tvm.modes import DecodeOptions
+from bitmtp_tvm.modes import UNVERIFIED, DecodeOptions
 from bitmtp_tvm.step_times import StepTimes
 from relax_models.state import MOST_ROWS, STATE_WORDS, Layout, Word
 
 STICKY = 1.03
 """A change costs a stop of the pipeline: the new choice must be better by this factor."""
 
-LOSS = 0.015
-"""Share of plain decoding's time that trying may lose."""
+LOSS, PROMISING_LOSS = 0.015, 0.03
+"""Share of plain decoding's time that trying may lose; more where drafting promises much, so that a
+text which turns easy is soon found out."""
 
-GRACE, PROMISING_GRACE = 250, 650
+GRACE, PROMISING_GRACE = 250, 325
 """That share counts as if at least so many tokens had been decoded: something must be tried. The
-first tokens of a text are its hardest, so where drafting promises much, more is tried."""
+first tokens of a text are its hardest."""
 
-PROMISING = 1.4
+PROMISING = 1.3
 """Times plain decoding's rate that acceptance before any step is seen must promise for that."""
 
 LEAST_STEPS = 2
@@ -148,10 +149,11 @@ class Policy:
         elif options.mode != "ar":
             self._current = fixed_choice(options, widths)
         self._by_words = {_key(c.words): c for c in (*self._candidates, self._plain)}
-        self._acceptance = Acceptance(options.block_size)
+        self._acceptance = Acceptance(options.block_size, alone=options.mode in UNVERIFIED)
         self._incumbent = self._current
         best = max((self._rate(c) for c in self._candidates), default=0.0)
         promising = best > PROMISING * self._rate(self._plain)
+        self._loss = PROMISING_LOSS if promising else LOSS
         self._grace = PROMISING_GRACE if promising else GRACE
         # Milliseconds: lost to plain decoding so far, and what plain decoding would have taken.
         self._lost = self._plain_time = 0.0
@@ -219,12 +221,15 @@ class Policy:
         self._plain_time += plain
         self._lost += forwards * self._times[ran.width] - plain
         self._steps += forwards
+        if _key(state) != _key(self._current.words):
+            # They were under way when the choice was made, and are none of its steps.
+            self._review += forwards
 
     def _affordable(self, choice: StepChoice) -> int:
         """Steps of `choice` that may be lost; each commits one token at the least."""
         plain = self._times[self._plain.width]
         extra = self._times[choice.width] - plain
-        allowed = LOSS * max(self._plain_time, self._grace * plain) - self._lost
+        allowed = self._loss * max(self._plain_time, self._grace * plain) - self._lost
         return UNLIMITED if extra <= 0 else max(0, min(UNLIMITED, int(allowed / extra)))
 
     def _decide(self) -> StepChoice:

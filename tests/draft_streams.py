@@ -83,30 +83,40 @@ def decode(
     tokens: int,
     source: Policy | StepChoice,
     switch: float = 0.2,
+    ahead: bool = False,
 ) -> Run:
     """Decode so many tokens in chunks of up to 4 steps.
 
-    `switch`: plain steps that a change of the choice costs, for the pipeline is stopped.
+    `switch`: plain steps that a change of the choice costs, for the pipeline is stopped. `ahead`:
+    as on a GPU, where the next chunk is under way when one is read.
     """
-    state, ring = _first(wanted, tokens)
+    state, ring = begun(wanted, tokens)
     following = source if isinstance(source, Policy) else None
     choice = following.choice() if following else source
     run = Run(tokens, 0.0, [])
-    while state[Word.FINISH] == Finish.RUNNING:
-        for word, value in choice.words.items():
-            state[word] = value
+
+    def chunk() -> None:
         for _ in range(min(4, choice.most_steps or 4)):
             if state[Word.FINISH] == Finish.RUNNING:
                 run.milliseconds += table[choice.width]
                 step(state, ring, choice.width, stream)
         run.choices.append(choice)
+
+    while state[Word.FINISH] == Finish.RUNNING:
+        for word, value in choice.words.items():
+            state[word] = value
+        chunk()
         if following:
-            before, choice = choice, following.update(state)
-            run.milliseconds += switch * min(table.values()) * (choice.words != before.words)
+            before, after = choice, following.update(state)
+            if ahead and after.words != before.words and before.most_steps is None:
+                chunk()
+                after = following.update(state)
+            choice = after
+            run.milliseconds += switch * min(table.values()) * (after.words != before.words)
     return run
 
 
-def _first(wanted: DecodeOptions, tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def begun(wanted: DecodeOptions, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     state, ring = new_state()
     state[Word.LENGTH], state[Word.BOUNDARY] = PROMPT, PROMPT - 1
     state[Word.LIMIT] = PROMPT + tokens

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from draft_streams import MTP, PROMPT, STREAMS, TABLES, decode, options
+from draft_streams import MTP, PROMPT, STREAMS, TABLES, begun, decode, options, step
 
 from bitmtp_tvm.acceptance import Acceptance
 from bitmtp_tvm.modes import resolve
@@ -207,6 +207,41 @@ def test_where_drafting_promises_much_a_hard_beginning_does_not_end_it():
         assert found.rate * table[1] >= 1.7
 
 
+def test_plain_steps_under_way_do_not_use_up_a_trial():
+    """On a GPU a chunk is under way when the choice changes; it says nothing about the new one."""
+    table, followed = TABLES["demo"], policy("hybrid", "demo")
+    wanted = options("hybrid", table)
+    state, ring = begun(wanted, 2000)
+    blank = np.full(8, 1e-3), np.zeros(8, bool)
+    nothing = replace(STREAMS["easy"], blocks={PROMPT + i: blank for i in range(2000)})
+    plain = choice = followed.choice()
+    while plain.width > 1 or choice.width == 1:
+        plain = choice
+        for word, value in choice.words.items():
+            state[word] = value
+        for _ in range(min(4, choice.most_steps or 4)):
+            step(state, ring, choice.width, nothing)
+        choice = followed.update(state)
+    assert choice.most_steps is not None
+    # As the chunk in front of it was: the words of the trial are not written yet.
+    for _ in range(8):
+        step(state, ring, plain.width, nothing)
+    assert followed.update(state) is choice
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("mode", ["speculative", "hybrid"])
+def test_text_that_turns_easy_late_is_drafted_soon(mode, ahead):
+    easy = STREAMS["easy"]
+    blank = np.full(8, 1e-3), np.zeros(8, bool)
+    late = replace(easy, blocks={PROMPT + i: blank for i in range(150)})
+    table = TABLES["demo"]
+    found = decode(options(mode, table), table, late, 750, policy(mode, "demo"), ahead=ahead)
+    plain = [choice.width == 1 for choice in found.choices]
+    assert any(plain) and not plain[-1]
+    assert found.rate * table[1] >= 1.5
+
+
 @pytest.mark.parametrize("name", ["launches", "flat", "sloped"])
 def test_auto_does_not_lose_in_long_hopeless_runs(name):
     table = TABLES[name]
@@ -218,7 +253,8 @@ def test_auto_does_not_lose_in_long_hopeless_runs(name):
         policy("speculative", name),
         switch=0.25,
     )
-    assert found.rate * table[1] >= 0.98
+    # Where drafting promises much, more may be tried.
+    assert found.rate * table[1] >= (0.98 if name == "sloped" else 0.97)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -8,7 +8,15 @@ from bitmtp_tvm.arguments import positive
 from bitmtp_tvm.checkpoint.jsonfile import read_json
 from bitmtp_tvm.cli import run
 from bitmtp_tvm.errors import BitMTPError
-from bitmtp_tvm.training.options import DTYPES, OPTIMIZERS, PARTS, SCHEDULES, combined, read_recipe
+from bitmtp_tvm.training.options import (
+    DTYPES,
+    OPTIMIZERS,
+    PARTS,
+    RUNS,
+    SCHEDULES,
+    combined,
+    read_recipe,
+)
 from relax_models.config import BLOCK_ATTENTIONS, PRESETS
 from relax_models.quantizers import QUANTIZERS
 
@@ -63,7 +71,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     add = group.add_argument
     add("--recipe", metavar="NAME", help="options from a file, or a shipped recipe: demo")
-    add("--runs", metavar="FILE", help="several runs and a table of them, or the shipped: ablation")
+    add(
+        "--runs",
+        metavar="FILE",
+        help=f"several runs and a table of them, or one of: {', '.join(RUNS)}",
+    )
     add("--model", metavar="DIR", help="start from a Hugging Face checkpoint")
     add("--preset", metavar="NAME", help=f"random weights of one of: {', '.join(PRESETS)}")
     add("--config", type=Path, metavar="FILE", help="random weights of the shape in a JSON file")

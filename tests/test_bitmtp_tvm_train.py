@@ -22,7 +22,7 @@ from bitmtp_tvm.training import sources
 from bitmtp_tvm.training.ablation import read_runs
 from bitmtp_tvm.training.checkpoint import load, save
 from bitmtp_tvm.training.loop import Run
-from bitmtp_tvm.training.options import RECIPES, TrainOptions, combined, read_recipe
+from bitmtp_tvm.training.options import RECIPES, RUNS, TrainOptions, combined, read_recipe
 
 SHAPE = {k: v for k, v in asdict(replace(BITNET, mtp=None)).items() if k != "vocab_size"}
 # 24 steps of 4 windows, and a few numbers that no default has.
@@ -255,8 +255,8 @@ def test_runs_of_a_file_give_a_table(place, tmp_path, capsys):
 
 def test_shipped_recipes_fit_the_options():
     for path in RECIPES.glob("*.json"):
-        if path.stem == "ablation":
-            found = read_runs("ablation", {"output": "out", "data": ("x",)}).values()
+        if path.stem in RUNS:
+            found = read_runs(path.stem, {"output": "out", "data": ("x",)}).values()
             assert len({o.tokens for o in found}) == 1, "runs are compared at equal tokens"
         else:
             found = [combined(read_recipe(path.stem), {"output": "out", "data": ("x",)})]

@@ -61,10 +61,9 @@ def test_orthogonal_matrices_have_singular_values_near_one(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_sharded_matrices_take_the_same_steps(processes):
-    """Processes behind the first have nothing of the matrix with one row."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+def test_sharded_matrices_take_the_same_steps():
+    """Of the matrix with one row the second process has nothing."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [sys.executable, *launch, ROOT / "tests" / "sharded_muon.py"],
         cwd=ROOT,

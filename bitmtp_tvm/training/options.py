@@ -12,6 +12,8 @@ from bitmtp_tvm.errors import UsageError
 from relax_models.config import BLOCK_ATTENTIONS, PRESETS
 
 RECIPES = Path(__file__).parent / "recipes"
+# Of the recipes, those that are several runs.
+RUNS = ("ablation", "steps")
 OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 PARTS = ("all", "masks")
@@ -166,7 +168,7 @@ def read_recipe(name: str) -> dict[str, Any]:
     shipped = RECIPES / f"{name}.json"
     path = shipped if shipped.is_file() else Path(name)
     if not path.is_file():
-        known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json") if p.stem != "ablation"))
+        known = ", ".join(sorted(p.stem for p in RECIPES.glob("*.json") if p.stem not in RUNS))
         raise UsageError(f"--recipe {name!r} is neither a file nor one of: {known}")
     values = read_json(path)
     values.pop("about", None)

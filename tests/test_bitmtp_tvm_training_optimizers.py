@@ -61,11 +61,11 @@ def test_orthogonal_matrices_have_singular_values_near_one(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_sharded_matrices_take_the_same_steps():
-    """Of the matrix with one row the second process has nothing."""
+def test_what_is_sharded_gives_what_is_whole():
+    """Muon's steps and gradients; of a matrix with one row the second process has nothing."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [sys.executable, *launch, ROOT / "tests" / "sharded_muon.py"],
+        [sys.executable, *launch, ROOT / "tests" / "sharded.py"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,

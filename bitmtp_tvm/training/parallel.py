@@ -73,15 +73,24 @@ def world(device: str) -> Iterator[World]:
         dist.destroy_process_group()
 
 
-def share(objective: Objective, here: World) -> nn.Module:
-    """Shard the parameters over the processes, layer by layer; does nothing for one process."""
+WHOLE_BYTES = 1 << 30
+"""Parameters up to so many bytes are gathered at once and stay for a whole step: an exchange costs
+the processor a millisecond or more, which the steps of a small model do not hide."""
+
+
+def share(objective: Objective, here: World, most: int = WHOLE_BYTES) -> nn.Module:
+    """Shard the parameters over the processes; does nothing for one process.
+
+    Where they are more than `most` bytes, they are gathered layer by layer.
+    """
     if here.size == 1:
         return objective
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(here.device.type, (here.size,))
-    for layer in objective.decoder.model.layers:
-        fully_shard(layer, mesh=mesh)
+    if sum(parameter.nbytes for parameter in objective.parameters()) > most:
+        for layer in objective.decoder.model.layers:
+            fully_shard(layer, mesh=mesh)
     fully_shard(objective, mesh=mesh)
     return objective

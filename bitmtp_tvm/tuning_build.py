@@ -317,8 +317,8 @@ def with_built(task: Task, built: Sequence[Built]) -> Task:
             reason = item.fault.partition(":")[0]
             rejected[reason] = rejected.get(reason, 0) + 1
     kept = tuple(item.candidate for item in mine if item.candidate is not None)
-    current = [i.candidate.function for i in mine if i.candidate is not None and i.wanted.current]
-    return replace(task, candidates=kept, rejected=rejected, current=current[0] if current else "")
+    current = next((i.candidate.function for i in mine if i.candidate and i.wanted.current), "")
+    return replace(task, candidates=kept, rejected=rejected, current=current)
 
 
 if __name__ == "__main__":

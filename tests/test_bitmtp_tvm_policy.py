@@ -254,7 +254,7 @@ def test_auto_does_not_lose_in_long_hopeless_runs(name):
         switch=0.25,
     )
     # Where drafting promises much, more may be tried.
-    assert found.rate * table[1] >= (0.98 if name == "sloped" else 0.97)
+    assert found.rate * table[1] >= (0.97 if name == "launches" else 0.98)
 
 
 @pytest.mark.parametrize("name", TABLES)

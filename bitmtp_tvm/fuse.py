@@ -4,7 +4,8 @@ A decode step is a chain of some three hundred kernels, each of which costs a la
 the one before and its first look at memory, while the work of a norm over one row is next to
 nothing. Where a quantised row is read by one linear alone, the two become one operation of
 `relax_models/fused_ops.py`, with the same results to the bit; and where a linear's gate and up go
-into one activation, that linear writes their product.
+into one activation, that linear writes their product. In wider steps what attention gives is
+quantised by the kernel that adds it up, where the scales are those of parts of a head.
 """
 
 from collections import Counter
@@ -113,6 +114,8 @@ class _Fuser(PyExprMutator):
             return self._linear(call, kernel, rebuilt)
         if kernel.work.op == "rope_kv_write":
             return self._rope(first, kernel, rebuilt)
+        if kernel.work.op == "quantize":
+            return self._joined(first, kernel, rebuilt)
         return rebuilt
 
     def _kernel(self, value: relax.Expr | None) -> _Kernel | None:
@@ -183,6 +186,21 @@ class _Fuser(PyExprMutator):
         results = list(rebuilt.ty_args[0].fields)
         return relax.op.call_tir_inplace(var, arguments, [-1, len(arguments) - 1], results)
 
+    def _joined(self, x: relax.Var, kernel: _Kernel, rebuilt: relax.Call) -> relax.Expr:
+        """The quantisation together with the attention before it, where no linear may have it."""
+        source = self._producer([x], kernel.args[:1])
+        if source is None or source.work.op != "attention_join":
+            return rebuilt
+        head_dim, group = source.work.shapes[2][3], kernel.settings["group"]
+        if kernel.work.shapes[0][0] <= FUSED_WIDTH or head_dim % group:
+            return rebuilt
+        var = self._add(
+            (source.name, kernel.name),
+            f"{source.work.op}_{kernel.name}",
+            lambda: _quantized_join(source, kernel),
+        )
+        return relax.call_tir(var, list(source.args), list(rebuilt.ty_args[0].fields))
+
     def _add(
         self, key: tuple[str, ...], name: str, build: Callable[[], tirx.PrimFunc]
     ) -> GlobalVar:
@@ -225,4 +243,10 @@ def _normed_rope(source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
     func = fused_ops.norm_rope_kv_write(
         heads, kv_heads, 2 * half, positions, slots, source.settings["eps"]
     )
+    return bind_dims(func, {"width": width})
+
+
+def _quantized_join(source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
+    width, heads, _, head_dim = source.work.shapes[2]
+    func = fused_ops.attention_join_quantize(heads, head_dim, kernel.settings["group"])
     return bind_dims(func, {"width": width})

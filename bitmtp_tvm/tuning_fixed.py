@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIXED: dict[str, tuple[str, ...]] = {
     "accept": (),
     "attention_join": (),
+    "attention_join_quantize": (),
     "choose": (),
     "embed": ("table",),
     "final_norm": ("weight",),

@@ -148,12 +148,8 @@ def attention_parts(num_heads: int, num_kv_heads: int, head_dim: int, slots: int
     )
 
 
-def attention_join(num_heads: int, head_dim: int) -> tirx.PrimFunc:
-    """The second half of `attention`: the partial sums of `attention_parts`, in their order.
-
-    tops, norms, mixed as it gives them, boundary `(1,)` int32 ->
-    `(width, num_heads * head_dim)` float32.
-    """
+def joined(num_heads: int, head_dim: int) -> tuple[list[te.Tensor], te.Tensor]:
+    """What `attention_join` takes and gives."""
     width = any_width()
     shape = (width, num_heads, CHAINS)
     tops = te.placeholder(shape, "float32", "tops")
@@ -192,4 +188,14 @@ def attention_join(num_heads: int, head_dim: int) -> tirx.PrimFunc:
         lambda i, c: total[i, c // head_dim, c % head_dim] / norm[i, c // head_dim],
         "out",
     )
-    return stamped([tops, norms, mixed, boundary, out], "attention_join", chain_slots=CHAIN_SLOTS)
+    return [tops, norms, mixed, boundary], out
+
+
+def attention_join(num_heads: int, head_dim: int) -> tirx.PrimFunc:
+    """The second half of `attention`: the partial sums of `attention_parts`, in their order.
+
+    tops, norms, mixed as it gives them, boundary `(1,)` int32 ->
+    `(width, num_heads * head_dim)` float32.
+    """
+    inputs, out = joined(num_heads, head_dim)
+    return stamped([*inputs, out], "attention_join", chain_slots=CHAIN_SLOTS)

@@ -1,7 +1,7 @@
-"""Operations that are two or three of `ops` in one: a linear that quantises its own input.
+"""Operations that are two or three of others in one, with the same bits.
 
-`bitmtp_tvm/fuse.py` puts them in place of their parts, and they give the same bits. Each block of
-such a linear does the work of the part in front once more, so it is for steps of a few rows.
+`bitmtp_tvm/fuse.py` puts them in place of their parts. Each block of a linear that quantises its
+own input does that work once more, so it is for steps of a few rows.
 """
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from tvm import te, tirx
 from tvm.script import tirx as T
 
+from relax_models.attention_ops import CHAIN_SLOTS, joined
 from relax_models.formats import FORMATS
 from relax_models.ops import (
     any_width,
@@ -96,6 +97,18 @@ def _linear_of(
         size=size,
         activation=activation,
         **settings,
+    )
+
+
+def attention_join_quantize(num_heads: int, head_dim: int, group: int) -> tirx.PrimFunc:
+    """`ops.quantize` of `attention_ops.attention_join`: takes what the latter takes, and gives what
+    the former gives."""
+    inputs, out = joined(num_heads, head_dim)
+    return stamped(
+        [*inputs, *quantized(out, group)],
+        "attention_join_quantize",
+        chain_slots=CHAIN_SLOTS,
+        group=group,
     )
 
 

@@ -105,6 +105,10 @@ FUSED_LINEARS = [
     ("binary-g128", (71,), 9728, True, "", False),
 ]
 FUSED_WIDTHS = (1, 2)
+# Heads and their size, of attention that is quantised as it is joined; the last width has blocks of
+# several warps.
+QUANTIZED_JOINS = [(20, 128), (3, 256)]
+QUANTIZED_WIDTHS = (2, 9, 64)
 # Vocabulary, size.
 HEADS = [(8192, 640), (1001, 2560), (309, 1056), (131, 96), (67, 77)]
 HEAD_ROWS = (1, 3, 8, 16, 25, 64)
@@ -114,6 +118,8 @@ BOUNDED_ROWS = (1, 3, 8, 16, 25, 40, 64)
 VOCABULARIES = (8192, 128256, 1001)
 # Heads, key/value heads, head size.
 ATTENTIONS = [(10, 2, 64), (20, 5, 128), (6, 2, 80), (7, 1, 36)]
+# As relax_models.attention_ops has them: a machine that runs kernels need not have the compiler.
+CHAINS, CHAIN_SLOTS = 32, 64
 MASKED_WIDTHS = (1, 3, 8, 16, 64)
 CAUSAL_WIDTHS = (9, 130)
 SLOTS = 700
@@ -266,7 +272,7 @@ def bounded_head(vocab: int, size: int, penalty: bool, rows: int) -> Iterator[Ke
 
 
 def fused_kernels() -> Iterator[Kernel]:
-    """Linears that quantise their own input, and all that they replace."""
+    """What `bitmtp_tvm/fuse.py` puts in place of several kernels, and all that it replaces."""
     for shape, width in product(FUSED_LINEARS, FUSED_WIDTHS):
         form, segments, size, residual, activation, norm = shape
         group = GROUP if form in GROUP_FORMATS else 0
@@ -276,6 +282,10 @@ def fused_kernels() -> Iterator[Kernel]:
         if activation:
             yield gated_quantizer(segments[0], group, activation, width)
             yield quantizer(segments[0], group, not group, width)
+    for (heads, head_dim), width in product(QUANTIZED_JOINS, QUANTIZED_WIDTHS):
+        yield kernel("attention_join", heads, head_dim, width=width)
+        yield kernel("quantize", heads * head_dim, GROUP, width=width)
+        yield kernel("attention_join_quantize", heads, head_dim, GROUP, width=width)
     for shape, width in product(ATTENTIONS, NORM_WIDTHS):
         yield kernel("norm_rope_kv_write", *shape, POSITIONS, SLOTS, EPS, width=width)
 

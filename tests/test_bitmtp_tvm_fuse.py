@@ -15,7 +15,8 @@ from bitmtp_tvm import pipeline, reference
 from bitmtp_tvm.fuse import fuse
 from bitmtp_tvm.specialize import Bucket, bind_dims, specialize
 from bitmtp_tvm.targets import get_target, tvm_target
-from relax_models import fused_ops
+from relax_models import attention_ops, fused_ops
+from relax_models.attention_ops import CHAINS
 from relax_models.bitnet import BitNet
 from relax_models.bonsai import Bonsai
 from relax_models.formats import pack, pack_scales, padded_k
@@ -37,7 +38,12 @@ QWEN3 = replace(
     hidden_act="silu",
     weight_format="ternary-g128",
 )
-MODELS = {"bitnet": (BitNet, BITNET), "qwen3": (Bonsai, QWEN3), "ragged": (BitNet, TINY)}
+MODELS = {
+    "bitnet": (BitNet, BITNET),
+    "qwen3": (Bonsai, QWEN3),
+    "long heads": (Bonsai, replace(QWEN3, head_dim=128)),
+    "ragged": (BitNet, TINY),
+}
 
 
 @cache
@@ -95,6 +101,16 @@ def test_wider_steps_keep_their_linears(width):
     # The norm of the heads goes into their rotation at any width.
     assert before - after == Counter(qk_norm=2, rope_kv_write=2)
     assert after - before == Counter(norm_rope_kv_write=2)
+
+
+@pytest.mark.parametrize("target", [H200, ORIN])
+def test_attention_is_quantised_as_it_is_joined_where_heads_are_whole_groups(target):
+    before, after = ops_of(step("long heads", 2)), ops_of(fuse(step("long heads", 2), target))
+    assert before - after == Counter(attention_join=2, quantize=2, qk_norm=2, rope_kv_write=2)
+    assert after - before == Counter(attention_join_quantize=2, norm_rope_kv_write=2)
+    # The linear of one row does it for itself, and that of two for a head of 32 in a kernel apart.
+    for name, width in (("long heads", 1), ("qwen3", 2)):
+        assert "attention_join_quantize" not in ops_of(fuse(step(name, width), target))
 
 
 @pytest.mark.parametrize(("most", "fused"), [(2, 0), (4, 8)])
@@ -216,3 +232,21 @@ def test_a_fused_rotation_means_a_norm_and_a_rotation(rng):
     values = rows[:, heads + kv_heads :].transpose(1, 0, 2)
     np.testing.assert_allclose(written[1, :, 5 : 5 + width], values, rtol=2e-3, atol=2e-3)
     assert np.array_equal(written[:, :, :5], cache[:, :, :5])
+
+
+def test_a_quantised_join_means_a_join_and_a_quantisation(rng):
+    heads, head_dim, width, boundary = 2, 128, 3, 130
+    parts = [rng.normal(size=(width, heads, CHAINS, *d)) for d in ((), (), (head_dim,))]
+    parts = [part.astype(np.float32) for part in (parts[0], np.exp(parts[1]), parts[2])]
+    inputs, at = [*parts, np.array([boundary], np.int32)], {"width": width}
+    func = bind_dims(attention_ops.attention_join(heads, head_dim), at)
+    size = heads * head_dim
+    *_, whole = cpu_kernels.run(func, [*inputs, np.zeros((width, size), np.float32)])
+    func = bind_dims(fused_ops.attention_join_quantize(heads, head_dim, 128), at)
+    results = [np.zeros((width, size), np.int8), np.zeros((width, heads), np.float32)]
+    *_, q, scale, total = cpu_kernels.run(
+        func, [*inputs, *results, np.zeros((width, heads), np.int32)]
+    )
+    want, scales, totals = reference.quantize_groups(whole)
+    assert np.array_equal(q, want) and np.array_equal(total, totals)
+    np.testing.assert_allclose(scale, scales, rtol=1e-6)

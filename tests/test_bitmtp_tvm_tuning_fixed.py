@@ -29,6 +29,7 @@ HEADS = (2, 1, 16)
 FUNCTIONS = {
     "accept": lambda: step_ops.accept(VOCABULARY),
     "attention_join": lambda: attention_ops.attention_join(2, 16),
+    "attention_join_quantize": lambda: fused_ops.attention_join_quantize(2, 128, GROUP),
     "choose": lambda: choose_ops.choose(VOCABULARY),
     "embed": lambda: ops.embed(VOCABULARY, SIZE),
     "final_norm": lambda: ops.final_norm(SIZE, 1e-5),

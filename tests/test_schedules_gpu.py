@@ -42,6 +42,7 @@ OPERATIONS = {
     "accept",
     "attention",
     "attention_join",
+    "attention_join_quantize",
     "attention_parts",
     "choose",
     "embed",
@@ -112,6 +113,8 @@ def real_kernels():
     yield from model_kernels(640, 1792, 10, 2, 64, 8192, 8)
     yield kernel("gated_norm_quantize", 6912, EPS, "silu", width=8)
     yield kernel("norm_rope_kv_write", 16, 8, 128, 4096, 4224, EPS, width=8)
+    yield kernel("attention_join_quantize", 16, 128, GROUP, width=8)
+    yield kernel("attention_join_quantize", 32, 128, GROUP, width=64)
     for shape in FUSED_LINEARS[:3]:
         yield fused_linear(*shape, 1)
     for shape in FUSED_LINEARS[1:3] + FUSED_LINEARS[8:10]:

@@ -9,6 +9,8 @@ import pytest
 from gpu_kernels import (
     ATTENTIONS,
     CAUSAL_WIDTHS,
+    CHAIN_SLOTS,
+    CHAINS,
     LONG_ATTENTION,
     LONG_SLOTS,
     LONG_WIDTHS,
@@ -21,8 +23,6 @@ from test_schedules_gpu import attention_inputs, words_of
 
 from bitmtp_tvm import reference
 
-# As relax_models.attention_ops has them: a machine that runs kernels need not have the compiler.
-CHAINS, CHAIN_SLOTS = 32, 64
 ARCHES = ("sm_86", "sm_87", "sm_90a")
 # Heads that tensor cores serve, and such that they do not.
 MMA = [shape for shape in ATTENTIONS if shape[2] % 64 == 0]

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from gpu_kernels import (
     ATTENTIONS,
+    CHAIN_SLOTS,
+    CHAINS,
     EPS,
     FUSED_LINEARS,
     FUSED_WIDTHS,
@@ -15,6 +17,8 @@ from gpu_kernels import (
     GROUP_FORMATS,
     NORM_WIDTHS,
     POSITIONS,
+    QUANTIZED_JOINS,
+    QUANTIZED_WIDTHS,
     SLOTS,
     fused_linear,
     gated_quantizer,
@@ -134,3 +138,26 @@ def test_heads_that_are_normed_as_they_are_turned_equal_two_kernels(kernels, rng
     item = kernel("norm_rope_kv_write", *shape, POSITIONS, SLOTS, EPS, width=width)
     assert_equal(kernels.run(item, [qkv, *norms, *rest])[-2:], want)
     assert not np.array_equal(want[0], cache)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("boundary", [0, 570, 1900])
+@pytest.mark.parametrize("width", QUANTIZED_WIDTHS)
+@pytest.mark.parametrize(("heads", "head_dim"), QUANTIZED_JOINS)
+def test_attention_that_is_quantised_as_it_is_joined_equals_two_kernels(
+    kernels, rng, heads, head_dim, width, boundary
+):
+    """Chains behind the last one in use hold what is no number."""
+    used = min(CHAINS, (boundary + width - 1) // CHAIN_SLOTS + 1)
+    parts = [normal(rng, width, heads, CHAINS), rng.uniform(1, 9, (width, heads, CHAINS))]
+    parts = [part.astype(np.float32) for part in (*parts, normal(rng, *parts[0].shape, head_dim))]
+    for part in parts:
+        part[:, :, used:] = np.nan
+    inputs, size = [*parts, np.array([boundary], np.int32)], heads * head_dim
+    item = kernel("attention_join", heads, head_dim, width=width)
+    whole = kernels.run(item, [*inputs, nothing(width, size)])[-1]
+    item = kernel("quantize", size, GROUP, width=width)
+    want = run_quantizer(kernels, item, [whole], size, GROUP)
+    item = kernel("attention_join_quantize", heads, head_dim, GROUP, width=width)
+    assert_equal(run_quantizer(kernels, item, inputs, size, GROUP), want)
+    assert np.isfinite(want[1]).all() and np.ptp(want[0]) == 254

@@ -13,7 +13,7 @@ from schedules.gpu import (
     low_bit_mma,
     low_bit_mma_wide,
 )
-from schedules.gpu.attention_join import attention_join
+from schedules.gpu.attention_join import attention_join, attention_join_quantize
 from schedules.gpu.choose import choose, softmax_parts
 from schedules.gpu.elementwise import embed
 from schedules.gpu.head import greedy, head
@@ -48,6 +48,7 @@ TEMPLATES = {
 RULES = {
     "accept": accept,
     "attention_join": attention_join,
+    "attention_join_quantize": attention_join_quantize,
     "choose": choose,
     "embed": embed,
     "final_norm": final_norm,

@@ -20,7 +20,14 @@ from schedules.gpu.attention_fragments import (
 )
 from schedules.gpu.attention_mma import begin_with, norm_warp, start_chain, turn_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
-from schedules.gpu.thread import WARP, ceil_div, span
+from schedules.gpu.thread import (
+    WARP,
+    ceil_div,
+    let_others_start,
+    overlaps,
+    span,
+    wait_for_others,
+)
 from schedules.space import Card, Template
 from schedules.workload import Workload
 
@@ -63,8 +70,38 @@ def candidates(work: Workload, card: Card) -> list[SplitTile]:
     ]
 
 
-def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
-    """See `relax_models.attention_ops.attention_parts`."""
+def _announcer(plan: Plan, slots: int):
+    """A macro that has the L2 fetch a chain's first keys and values, and then waits for others.
+
+    Where the step begins may be written only now, so that what is read here may be that of a step
+    before: good enough for what is a hint, and the last few slots are in the L2 anyway.
+    """
+    row_bytes = 2 * plan.head_dim
+
+    @T.macro
+    def announce(cache, boundary, kv, first, chain, thread):
+        known = T.sblock_alloc_buffer((1,), "uint32", scope="local")
+        let_others_start()
+        # Of the blocks that share a chain one asks.
+        if (first == 0) and (thread == 0):
+            T.ptx["ld.relaxed.gpu.global.u32"](known[0], T.address_of(boundary[0]))
+            # Of no sign: a number that is none of a slot's is too large.
+            known[0] = T.min(known[0], T.uint32(slots))
+            if known[0] > T.Cast("uint32", chain * SLOTS):
+                known[0] = T.min(known[0] - T.Cast("uint32", chain * SLOTS), T.uint32(SLOTS))
+                for part in T.unroll(2):
+                    T.ptx["cp.async.bulk.prefetch.L2.global"](
+                        T.address_of(cache[part, kv, chain * SLOTS, 0]),
+                        known[0] * T.uint32(row_bytes),
+                    )
+        wait_for_others()
+
+    return announce
+
+
+def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
+    """See `relax_models.attention_ops.attention_parts`. With `early`, a block's first keys and
+    values are on their way to the L2 while the kernel waits for others."""
     width, heads, head_dim = work.shapes[0]
     cache_shape, chains = work.shapes[1], plan.chains
     tiles, splits, kv_heads = plan.tile.tiles, plan.tile.splits, cache_shape[1]
@@ -72,6 +109,7 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
     held, blocks = sizes.held, ceil_div(plan.pairs, plan.tile.pairs)
     grid = kv_heads * blocks * splits
     begin, one_turn = begin_with(plan, sizes), turn_of(plan, sizes)
+    announce = _announcer(plan, cache_shape[2])
     piece = min(4, 2 * sizes.value)
 
     @T.macro
@@ -184,6 +222,15 @@ def _parts(work: Workload, plan: Plan) -> tirx.PrimFunc:
                 with T.sblock("attention"):
                     block = T.axis.spatial(grid, bx)
                     thread = T.axis.spatial(THREADS, tx)
+                    if early:
+                        announce(
+                            cache,
+                            boundary,
+                            block // blocks % kv_heads,
+                            block % blocks,
+                            block // (blocks * kv_heads),
+                            thread,
+                        )
                     # Read once: the loads of the cache are text that a compiler cannot look into.
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
@@ -213,6 +260,6 @@ TEMPLATE = Template(
     choose=choose,
     candidates=candidates,
     make=lambda work, tile, target: _parts(
-        work, plan_of(work, tile, work.settings["chains"], SLOTS)
+        work, plan_of(work, tile, work.settings["chains"], SLOTS), overlaps(target)
     ),
 )

@@ -181,7 +181,7 @@ def moved_bytes(
     for tensor, lasting in arguments:
         size = math.prod(map(int, tensor.shape)) * np.dtype(str(tensor.dtype)).itemsize
         if lasting.endswith(CACHE):
-            size = size * fill // manifest.kv.shape[2] if op.startswith("attention") else 0
+            size = size * fill // manifest.kv.shape[2] if "attention" in op else 0
         elif lasting and (op.endswith("embed") or op in LOOKED_UP):
             size = 0
         total += size

@@ -5,7 +5,8 @@ the one before and its first look at memory, while the work of a norm over one r
 nothing. Where a quantised row is read by one linear alone, the two become one operation of
 `relax_models/fused_ops.py`, with the same results to the bit; and where a linear's gate and up go
 into one activation, that linear writes their product. In wider steps what attention gives is
-quantised by the kernel that adds it up, where the scales are those of parts of a head.
+quantised by the kernel that adds it up, where the scales are those of parts of a head. Attention of
+a few rows turns its queries and writes the cache itself.
 """
 
 from collections import Counter
@@ -19,8 +20,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from tvm.target import Target as TVMTarget
 
 from bitmtp_tvm.specialize import KERNEL_OPS, bind_dims
-from relax_models import fused_ops, ops
+from relax_models import fused_attention_ops, fused_ops, ops
 from relax_models.formats import FORMATS, row_tile
+from schedules.gpu.attention_fragments import serves
 from schedules.workload import Workload, read
 
 KIND = "cuda"
@@ -37,8 +39,16 @@ quantisation, and is long enough not to feel a launch."""
 MOST_CODES = 32 << 10
 """Bytes of all rows' codes, which lie in a block's shared memory beside the partial sums."""
 
+ROPE_WIDTH = 8
+"""Rows of the widest step whose attention turns its queries and writes the cache itself. Blocks
+that share a chain repeat that for its new slots, and all blocks of a head for its queries."""
+
 _QUANTIZERS = ("norm_quantize", "quantize")
 _GATED = {"gated_norm_quantize": "norm_quantize", "gated_quantize": "quantize"}
+_ROTATIONS = {
+    "rope_kv_write": "rope_attention_parts",
+    "norm_rope_kv_write": "norm_rope_attention_parts",
+}
 
 
 def fuse(mod: IRModule, target: TVMTarget) -> IRModule:
@@ -116,6 +126,8 @@ class _Fuser(PyExprMutator):
             return self._rope(first, kernel, rebuilt)
         if kernel.work.op == "quantize":
             return self._joined(first, kernel, rebuilt)
+        if kernel.work.op == "attention_parts":
+            return self._attention(list(call.args[1].fields)[:2], kernel, rebuilt)
         return rebuilt
 
     def _kernel(self, value: relax.Expr | None) -> _Kernel | None:
@@ -200,6 +212,25 @@ class _Fuser(PyExprMutator):
             lambda: _quantized_join(source, kernel),
         )
         return relax.call_tir(var, list(source.args), list(rebuilt.ty_args[0].fields))
+    def _attention(
+        self, made: Sequence[relax.Var], kernel: _Kernel, rebuilt: relax.Call
+    ) -> relax.Expr:
+        """The sums over the cache together with what turns `made`, q, and writes the cache."""
+        source = self._producer(made, kernel.args[:2])
+        width, _, head_dim = kernel.work.shapes[0]
+        served = serves(head_dim) and width <= ROPE_WIDTH
+        if source is None or source.work.op not in _ROTATIONS or not served:
+            return rebuilt
+        op = _ROTATIONS[source.work.op]
+        var = self._add(
+            (source.name, kernel.name),
+            f"{op.removesuffix(kernel.work.op)}{kernel.name}",
+            lambda: _of_qkv(op, source, kernel),
+        )
+        results = [*rebuilt.ty_args[0].fields, source.args[-1].ty]
+        cache = len(source.args) - 1
+        arguments = [*source.args, kernel.args[3]]
+        return relax.op.call_tir_inplace(var, arguments, [-1, -1, -1, cache], results)
 
     def _add(
         self, key: tuple[str, ...], name: str, build: Callable[[], tirx.PrimFunc]
@@ -250,3 +281,9 @@ def _quantized_join(source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
     width, heads, _, head_dim = source.work.shapes[2]
     func = fused_ops.attention_join_quantize(heads, head_dim, kernel.settings["group"])
     return bind_dims(func, {"width": width})
+def _of_qkv(op: str, source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
+    (width, heads, head_dim), (_, kv_heads, slots, _) = kernel.work.shapes[:2]
+    positions = source.work.shapes[-3][0]
+    eps = [source.settings["eps"]] if "eps" in source.settings else []
+    make = getattr(fused_attention_ops, op)
+    return bind_dims(make(heads, kv_heads, head_dim, positions, slots, *eps), {"width": width})

@@ -127,6 +127,9 @@ SLOTS = 700
 LONG_ATTENTION, LONG_SLOTS = (4, 2, 64), 4300
 LONG_WIDTHS = (1, 8)
 POSITIONS = 90
+# Heads of attention that turns its queries itself, in the longer cache.
+ROPE_ATTENTIONS = [(10, 2, 64), (20, 5, 128), (16, 8, 128)]
+ROPE_WIDTHS = (1, 2, 3, 8)
 
 
 CHOOSE_ROWS = (1, 8, 64)
@@ -207,6 +210,16 @@ def attention(heads: int, kv_heads: int, head_dim: int, causal: bool, width: int
     return kernel("attention", heads, kv_heads, head_dim, SLOTS, causal, width=width)
 
 
+def rope_attentions(shape: Sequence[int], slots: int, width: int) -> Iterator[Kernel]:
+    """Attention that turns its queries, without norms and with them, and all that it replaces."""
+    sizes = (*shape, POSITIONS, slots)
+    yield kernel("rope_kv_write", *sizes, width=width)
+    yield kernel("norm_rope_kv_write", *sizes, EPS, width=width)
+    yield kernel("attention_parts", *shape, slots, width=width)
+    yield kernel("rope_attention_parts", *sizes, width=width)
+    yield kernel("norm_rope_attention_parts", *sizes, EPS, width=width)
+
+
 def long_attentions(width: int) -> Iterator[Kernel]:
     """Both halves of a step's attention to a long cache, and a prefill chunk's."""
     heads, _, head_dim = LONG_ATTENTION
@@ -250,6 +263,8 @@ def all_kernels() -> Iterator[Kernel]:
             yield attention(*shape, True, width)
     for width in LONG_WIDTHS:
         yield from long_attentions(width)
+    for shape, width in product(ROPE_ATTENTIONS, ROPE_WIDTHS):
+        yield from rope_attentions(shape, LONG_SLOTS, width)
 
 
 def tiled_linears() -> Iterator[Kernel]:
@@ -328,9 +343,25 @@ def target_for(arch: str) -> Target:
 def definition(item: Kernel) -> Any:
     """The PrimFunc of a kernel as `relax_models` defines it, at the kernel's dimensions."""
     from bitmtp_tvm.specialize import bind_dims
-    from relax_models import attention_ops, choose_ops, fused_ops, head_ops, ops, step_ops
+    from relax_models import (
+        attention_ops,
+        choose_ops,
+        fused_attention_ops,
+        fused_ops,
+        head_ops,
+        ops,
+        step_ops,
+    )
 
-    modules = (ops, attention_ops, choose_ops, fused_ops, head_ops, step_ops)
+    modules = (
+        ops,
+        attention_ops,
+        choose_ops,
+        fused_attention_ops,
+        fused_ops,
+        head_ops,
+        step_ops,
+    )
     module = next(module for module in modules if hasattr(module, item.op))
     return bind_dims(getattr(module, item.op)(*item.arguments), dict(item.dims))
 

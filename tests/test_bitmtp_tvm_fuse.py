@@ -15,7 +15,7 @@ from bitmtp_tvm import pipeline, reference
 from bitmtp_tvm.fuse import fuse
 from bitmtp_tvm.specialize import Bucket, bind_dims, specialize
 from bitmtp_tvm.targets import get_target, tvm_target
-from relax_models import attention_ops, fused_ops
+from relax_models import attention_ops, fused_attention_ops, fused_ops, ops
 from relax_models.attention_ops import CHAINS
 from relax_models.bitnet import BitNet
 from relax_models.bonsai import Bonsai
@@ -26,15 +26,16 @@ from schedules.workload import read
 EPS = 1e-5
 H200 = tvm_target(get_target("h200"))
 ORIN = tvm_target(get_target("orin"))
-BITNET = replace(TINY, intermediate_size=32)
+BITNET = replace(TINY, intermediate_size=32, head_dim=64)
 QWEN3 = replace(
     TINY,
     architecture="qwen3",
     vocab_size=600,
     hidden_size=128,
     intermediate_size=128,
-    num_attention_heads=4,
-    head_dim=32,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
     hidden_act="silu",
     weight_format="ternary-g128",
 )
@@ -73,41 +74,91 @@ def ops_of(mod):
 
 
 def of_layers(**ops):
-    """A layer's operations and those of attention, twice."""
-    layer = Counter(attention_parts=1, attention_join=1, **ops)
+    """A layer's operations and the second half of its attention, twice."""
+    layer = Counter(attention_join=1, **ops)
     return layer + layer
 
 
-def test_a_bitnet_layer_of_one_row_has_seven_kernels_of_eleven():
+def test_a_bitnet_layer_of_one_row_has_six_kernels_of_eleven():
     mod = step("bitnet", 1)
     assert ops_of(mod).total() == 2 * 11
-    assert ops_of(fuse(mod, H200)) == of_layers(norm_low_bit_linear=4, rope_kv_write=1)
+    assert ops_of(fuse(mod, H200)) == of_layers(norm_low_bit_linear=4, rope_attention_parts=1)
 
 
-def test_a_qwen3_layer_of_one_row_has_seven_kernels_of_twelve():
+def test_a_qwen3_layer_of_one_row_has_six_kernels_of_twelve():
     mod = step("qwen3", 1)
     # And what quantises the input of the head, and the head.
     assert ops_of(mod).total() == 2 * 12 + 2
     linears = {"norm_low_bit_linear": 2, "quantize_low_bit_linear": 2}
-    want = of_layers(norm_rope_kv_write=1, **linears)
+    want = of_layers(norm_rope_attention_parts=1, **linears)
     assert ops_of(fuse(mod, H200)) == want + Counter(quantize_low_bit_linear=1)
 
 
-@pytest.mark.parametrize("width", [2, 8])
+@pytest.mark.parametrize("width", [2, 8, 9])
 def test_wider_steps_keep_their_linears(width):
+    """The norm of the heads goes into their rotation at any width, that into the attention of a few
+    rows."""
+    rope = ["rope_kv_write"] + ["attention_parts"] * (width <= 8)
+    made = "rope_attention_parts" if width <= 8 else "rope_kv_write"
     mod = step("bitnet", width)
-    assert ops_of(fuse(mod, H200)) == ops_of(mod)
+    before, after = ops_of(mod), ops_of(fuse(mod, H200))
+    assert before - Counter(2 * rope) == after - Counter({made: 2})
+    assert after[made] == 2 and after.total() == before.total() - (2 if width <= 8 else 0)
     before, after = ops_of(step("qwen3", width)), ops_of(fuse(step("qwen3", width), H200))
-    # The norm of the heads goes into their rotation at any width.
-    assert before - after == Counter(qk_norm=2, rope_kv_write=2)
-    assert after - before == Counter(norm_rope_kv_write=2)
+    assert before - after == Counter(2 * ["qk_norm", *rope])
+    assert after - before == Counter({f"norm_{made}": 2})
+
+
+def test_the_cache_that_is_written_is_the_one_that_was_given():
+    mod = fuse(step("qwen3", 3), H200)
+    found = []
+
+    def visit(node):
+        if getattr(getattr(node, "op", None), "name", "") == "relax.call_tir_inplace":
+            found.append(node)
+
+    relax.analysis.post_order_visit(mod["decode_w3"], visit)
+    for layer, call in enumerate(found):
+        (at,) = [int(i) for i in call.attrs.inplace_indices if i >= 0]
+        assert list(call.attrs.inplace_indices) == [-1, -1, -1, at]
+        assert call.args[1].fields[at].name == f"layers.{layer}.kv.cache"
+        assert mod[call.args[0]].params[at].name == "cache"
+    assert len(found) == 2
+
+
+def test_heads_that_tensor_cores_do_not_serve_are_turned_before_attention():
+    found = ops_of(fuse(step("ragged", 1), H200))
+    assert found["rope_kv_write"] == found["attention_parts"] == 2
+
+
+class CacheReadTwice(fuse_pass.PyExprMutator):
+    """Makes the second layer attend to the first one's cache."""
+
+    def visit_call_(self, call):
+        rebuilt = super().visit_call_(call)
+        if not getattr(rebuilt.args[0] if rebuilt.args else None, "name_hint", "").startswith(
+            "attention_parts"
+        ):
+            return rebuilt
+        q, written, *rest = rebuilt.args[1].fields
+        self.first = getattr(self, "first", written)
+        fields = relax.Tuple([q, self.first, *rest])
+        return relax.Call(call.op, [call.args[0], fields], call.attrs, call.ty_args)
+
+
+def test_a_cache_that_two_read_is_written_before():
+    mod = step("bitnet", 1)
+    visitor = relax.expr_functor.mutator(CacheReadTwice)(mod)
+    mod.update_func(mod.get_global_var("decode_w1"), visitor.visit_expr(mod["decode_w1"]))
+    found = ops_of(fuse(mod, H200))
+    assert found["attention_parts"] == 2 and found["rope_attention_parts"] == 0
 
 
 @pytest.mark.parametrize("target", [H200, ORIN])
 def test_attention_is_quantised_as_it_is_joined_where_heads_are_whole_groups(target):
     before, after = ops_of(step("long heads", 2)), ops_of(fuse(step("long heads", 2), target))
-    assert before - after == Counter(attention_join=2, quantize=2, qk_norm=2, rope_kv_write=2)
-    assert after - before == Counter(attention_join_quantize=2, norm_rope_kv_write=2)
+    gone, made = before - after, after - before
+    assert gone["attention_join"] == gone["quantize"] == made["attention_join_quantize"] == 2
     # The linear of one row does it for itself, and that of two for a head of 32 in a kernel apart.
     for name, width in (("long heads", 1), ("qwen3", 2)):
         assert "attention_join_quantize" not in ops_of(fuse(step(name, width), target))
@@ -250,3 +301,37 @@ def test_a_quantised_join_means_a_join_and_a_quantisation(rng):
     want, scales, totals = reference.quantize_groups(whole)
     assert np.array_equal(q, want) and np.array_equal(total, totals)
     np.testing.assert_allclose(scale, scales, rtol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_of_qkv_means_a_rotation_a_cache_write_and_attention(rng, normed):
+    shape, width, slots, boundary = (4, 2, 8), 3, 80, 62
+    heads, kv_heads, head_dim = shape
+    qkv = rng.normal(size=(width, (heads + 2 * kv_heads) * head_dim)).astype(np.float32)
+    norms = list(rng.uniform(0.5, 2, (2, head_dim)).astype(np.float32)) if normed else []
+    position = rng.integers(0, 20, width).astype(np.int32)
+    table = rng.normal(size=(20, head_dim // 2, 2)).astype(np.float32)
+    cache = rng.normal(size=(2, kv_heads, slots, head_dim)).astype(np.float16)
+    cache[:, :, boundary + width :] = np.nan
+    visible = np.array([[1, 0], [3, 0], [5, 0]], np.uint32)
+    rest = [*norms, position, np.array([boundary], np.int32), table, cache]
+    parts = [np.zeros((width, heads, CHAINS), np.float32) for _ in range(2)]
+    parts.append(np.zeros((width, heads, CHAINS, head_dim), np.float32))
+
+    def run(func, *arguments):
+        return cpu_kernels.run(bind_dims(func, {"width": width}), list(arguments))
+
+    sizes, eps = (*shape, 20, slots), [EPS] * normed
+    write = fused_ops.norm_rope_kv_write if normed else ops.rope_kv_write
+    *_, written, q = run(write(*sizes, *eps), qkv, *rest, np.zeros((width, heads, head_dim), "f4"))
+    func = attention_ops.attention_parts(*shape, slots)
+    want = run(func, q, written, rest[-3], visible, *parts)[-3:]
+    fused = (
+        fused_attention_ops.norm_rope_attention_parts
+        if normed
+        else (fused_attention_ops.rope_attention_parts)
+    )
+    got = run(fused(*sizes, *eps), qkv, *rest, visible, *parts)
+    assert np.array_equal(got[len(norms) + 4], written, equal_nan=True)
+    for found, expected in zip(got[-3:], want, strict=True):
+        np.testing.assert_allclose(found[:, :, :2], expected[:, :, :2], rtol=1e-5, atol=1e-6)

@@ -4,6 +4,7 @@ from schedules.gpu import (
     attention,
     attention_parts,
     attention_split,
+    attention_split_rope,
     attention_whole,
     fused_linear,
     gemv_tile,
@@ -42,7 +43,9 @@ TEMPLATES = {
         gemv_tile.GROUP_TEMPLATE,
     ),
     "norm_low_bit_linear": (fused_linear.TEMPLATE,),
+    "norm_rope_attention_parts": (attention_split_rope.TEMPLATE,),
     "quantize_low_bit_linear": (fused_linear.TEMPLATE,),
+    "rope_attention_parts": (attention_split_rope.TEMPLATE,),
 }
 
 RULES = {

@@ -187,8 +187,19 @@ def key_element(step, lane):
     return step // 2 * 32 + lane % 4 * 8 + step % 2 * 4
 
 
-def fetch_queries(plan: Plan, sizes: Sizes):
-    """A macro that brings the terms of a block's queries, scaled, into shared memory."""
+def query_of_row(plan: Plan):
+    """How four elements of a pair's query are read from those of all rows."""
+
+    def load(q, kv, first, pair, element):
+        row, head = plan.row_of(first, pair), plan.head_of(kv, first, pair)
+        return q[row, head, span(element, WORDS)]
+
+    return load
+
+
+def fetch_queries(plan: Plan, sizes: Sizes, load):
+    """A macro that brings the terms of a block's queries, scaled, into shared memory; `load(q, kv,
+    first, pair, element)` is how four neighbouring elements of one are read."""
     factor = plan.head_dim**-0.5
 
     def step_of(turn, thread):
@@ -203,11 +214,13 @@ def fetch_queries(plan: Plan, sizes: Sizes):
         scaled = T.sblock_alloc_buffer((WORDS,), "float32", scope="local")
         terms = T.sblock_alloc_buffer((WORDS,), "uint32", scope="local")
         for turn in T.unroll(sizes.tiles * sizes.key_steps // WARPS):
-            scaled[span(0, WORDS)] = q[
-                plan.row_of(first, pair_of(turn, thread)),
-                plan.head_of(kv, first, pair_of(turn, thread)),
-                span(key_element(step_of(turn, thread), thread % WARP), WORDS),
-            ]
+            scaled[span(0, WORDS)] = load(
+                q,
+                kv,
+                first,
+                pair_of(turn, thread),
+                key_element(step_of(turn, thread), thread % WARP),
+            )
             for i in T.unroll(WORDS):
                 scaled[i] = mul(scaled[i], constant(factor))
             split(scaled, terms, 0)

@@ -20,6 +20,7 @@ from schedules.gpu.attention_fragments import (
     finite_values,
     loads,
     multiply,
+    query_of_row,
     split,
 )
 from schedules.gpu.attention_warp import MASK_WORDS, NEG_INF, Plan, exp
@@ -275,10 +276,13 @@ def turn_of(plan: Plan, sizes: Sizes):
     return one_turn
 
 
-def begin_with(plan: Plan, sizes: Sizes):
-    """A macro that brings in what a block knows of its pairs, and its first keys and values."""
+def begin_with(plan: Plan, sizes: Sizes, load_query=None):
+    """A macro that brings in what a block knows of its pairs, and its first keys and values.
+
+    `load_query` as `fetch_queries` takes it, by default from the queries of all rows.
+    """
     tiles = sizes.tiles
-    fetch = fetch_queries(plan, sizes)
+    fetch = fetch_queries(plan, sizes, load_query or query_of_row(plan))
     load_keys, load_values = loads(sizes)
 
     @T.macro

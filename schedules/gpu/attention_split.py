@@ -70,7 +70,7 @@ def candidates(work: Workload, card: Card) -> list[SplitTile]:
     ]
 
 
-def _announcer(plan: Plan, slots: int):
+def announcer(plan: Plan, slots: int):
     """A macro that has the L2 fetch a chain's first keys and values, and then waits for others.
 
     Where the step begins may be written only now, so that what is read here may be that of a step
@@ -99,17 +99,11 @@ def _announcer(plan: Plan, slots: int):
     return announce
 
 
-def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
-    """See `relax_models.attention_ops.attention_parts`. With `early`, a block's first keys and
-    values are on their way to the L2 while the kernel waits for others."""
-    width, heads, head_dim = work.shapes[0]
-    cache_shape, chains = work.shapes[1], plan.chains
-    tiles, splits, kv_heads = plan.tile.tiles, plan.tile.splits, cache_shape[1]
-    sizes = Sizes(head_dim, tiles)
-    held, blocks = sizes.held, ceil_div(plan.pairs, plan.tile.pairs)
-    grid = kv_heads * blocks * splits
-    begin, one_turn = begin_with(plan, sizes), turn_of(plan, sizes)
-    announce = _announcer(plan, cache_shape[2])
+def one_part_of(plan: Plan, sizes: Sizes, load_query=None):
+    """A macro that adds up a chain of a block's pairs, if it has slots; `load_query` as
+    `attention_mma.begin_with` takes it."""
+    width, chains, tiles, held = plan.width, plan.chains, sizes.tiles, sizes.held
+    begin, one_turn = begin_with(plan, sizes, load_query), turn_of(plan, sizes)
     piece = min(4, 2 * sizes.value)
 
     @T.macro
@@ -207,6 +201,48 @@ def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
         if chain * SLOTS < boundary + width:
             one_chain(q, cache, boundary, visible, tops, norms, mixed, kv, first, chain, thread)
 
+    return one_part
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which chains, pairs and head a block has."""
+
+    kv_heads: int
+    blocks: int
+    splits: int
+    pairs: int
+    turns: int
+
+    @classmethod
+    def of(cls, plan: Plan, kv_heads: int) -> "Grid":
+        splits, pairs = plan.tile.splits, plan.tile.pairs
+        return cls(kv_heads, ceil_div(plan.pairs, pairs), splits, pairs, plan.chains // splits)
+
+    @property
+    def size(self) -> int:
+        return self.kv_heads * self.blocks * self.splits
+
+    def kv(self, block):
+        return block // self.blocks % self.kv_heads
+
+    def first(self, block):
+        """Its first pair; blocks whose first is 0 share nothing."""
+        return block % self.blocks * self.pairs
+
+    def chain(self, block, turn):
+        """Chains with the earliest slots begin first."""
+        return block // (self.blocks * self.kv_heads) + turn * self.splits
+
+
+def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
+    """See `relax_models.attention_ops.attention_parts`. With `early`, a block's first keys and
+    values are on their way to the L2 while the kernel waits for others."""
+    width, heads, head_dim = work.shapes[0]
+    cache_shape, chains = work.shapes[1], plan.chains
+    sizes, grid = Sizes(head_dim, plan.tile.tiles), Grid.of(plan, cache_shape[1])
+    announce, one_part = announcer(plan, cache_shape[2]), one_part_of(plan, sizes)
+
     @T.prim_func(private=True, s_tir=True)
     def func(
         q: T.Buffer((width, heads, head_dim), "float32"),
@@ -217,24 +253,24 @@ def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
         norms: T.Buffer((width, heads, chains), "float32"),
         mixed: T.Buffer((width, heads, chains, head_dim), "float32"),
     ):
-        for bx in T.thread_binding(grid, thread="blockIdx.x"):
+        for bx in T.thread_binding(grid.size, thread="blockIdx.x"):
             for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
                 with T.sblock("attention"):
-                    block = T.axis.spatial(grid, bx)
+                    block = T.axis.spatial(grid.size, bx)
                     thread = T.axis.spatial(THREADS, tx)
                     if early:
                         announce(
                             cache,
                             boundary,
-                            block // blocks % kv_heads,
-                            block % blocks,
-                            block // (blocks * kv_heads),
+                            grid.kv(block),
+                            grid.first(block),
+                            grid.chain(block, 0),
                             thread,
                         )
                     # Read once: the loads of the cache are text that a compiler cannot look into.
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
-                    for turn in T.serial(chains // splits):
+                    for turn in T.serial(grid.turns):
                         one_part(
                             q,
                             cache,
@@ -243,10 +279,9 @@ def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
                             tops,
                             norms,
                             mixed,
-                            block // blocks % kv_heads,
-                            block % blocks * plan.tile.pairs,
-                            # Chains with the earliest slots begin first.
-                            block // (blocks * kv_heads) + turn * splits,
+                            grid.kv(block),
+                            grid.first(block),
+                            grid.chain(block, turn),
                             thread,
                         )
 

@@ -176,26 +176,44 @@ def rotator(heads: Heads):
     return rotate
 
 
-def cache_writer(heads: Heads):
-    """A macro that writes a query to q, and a key or a value to the cache."""
+def key_value_writer(heads: Heads):
+    """A macro that writes a key or a value to its slot of the cache."""
     vector = heads.vector
     halves = f"float16x{vector}" if vector > 1 else "float16"
 
     @T.macro
-    def write(held, cache, q, row, slot, head, lane):
+    def write(held, cache, slot, head, lane):
         for turn in T.unroll(heads.turns):
             for side in T.unroll(SIDES):
                 if heads.exists(turn, lane):
-                    if head < heads.queries:
-                        q[row, head, span(side * heads.half + heads.low(turn, lane), vector)] = (
-                            held[span(heads.at(turn, side), vector)]
-                        )
-                    else:
-                        cache[
-                            (head - heads.queries) // heads.keys,
-                            (head - heads.queries) % heads.keys,
-                            slot,
-                            span(side * heads.half + heads.low(turn, lane), vector),
-                        ] = T.Cast(halves, held[span(heads.at(turn, side), vector)])
+                    cache[
+                        (head - heads.queries) // heads.keys,
+                        (head - heads.queries) % heads.keys,
+                        slot,
+                        span(side * heads.half + heads.low(turn, lane), vector),
+                    ] = T.Cast(halves, held[span(heads.at(turn, side), vector)])
+
+    return write
+
+
+def cache_writer(heads: Heads):
+    """A macro that writes a query to q, and a key or a value to the cache."""
+    vector, write_key_value = heads.vector, key_value_writer(heads)
+
+    @T.macro
+    def write_query(held, q, row, head, lane):
+        for turn in T.unroll(heads.turns):
+            for side in T.unroll(SIDES):
+                if heads.exists(turn, lane):
+                    q[row, head, span(side * heads.half + heads.low(turn, lane), vector)] = held[
+                        span(heads.at(turn, side), vector)
+                    ]
+
+    @T.macro
+    def write(held, cache, q, row, slot, head, lane):
+        if head < heads.queries:
+            write_query(held, q, row, head, lane)
+        else:
+            write_key_value(held, cache, slot, head, lane)
 
     return write

@@ -1,0 +1,248 @@
+"""The first half of a decode step's attention together with what comes before it: one operation in
+place of the rotation, the cache write and `attention_ops.attention_parts`.
+
+`bitmtp_tvm/fuse.py` puts them in place of their parts, and they give the same bits.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from relax_models.attention_ops import CHAIN_SLOTS, CHAINS, NEG_INF
+from relax_models.ops import stamp, turned_high, turned_low
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    positions: int
+    slots: int
+
+    @property
+    def half(self) -> int:
+        return self.head_dim // 2
+
+    @property
+    def first_v(self) -> int:
+        """The first head of qkv that is a value."""
+        return self.heads + self.kv_heads
+
+    @property
+    def columns(self) -> int:
+        return (self.first_v + self.kv_heads) * self.head_dim
+
+
+def rope_attention_parts(
+    num_heads: int, num_kv_heads: int, head_dim: int, positions: int, slots: int
+) -> tirx.PrimFunc:
+    """`attention_ops.attention_parts` of `ops.rope_kv_write`.
+
+    qkv, position, boundary, table and cache as the latter takes them, and visible; the results are
+    those of the former, and the cache is written in place.
+    """
+    sizes = _Sizes(num_heads, num_kv_heads, head_dim, positions, slots)
+    write, attend = _write(sizes), _attend(sizes)
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        qkv_: T.handle,
+        position_: T.handle,
+        boundary: T.Buffer((1,), "int32"),
+        table: T.Buffer((positions, sizes.half, 2), "float32"),
+        cache: T.Buffer((2, num_kv_heads, slots, head_dim), "float16"),
+        visible_: T.handle,
+        tops_: T.handle,
+        norms_: T.handle,
+        mixed_: T.handle,
+    ):
+        width = T.int64()
+        qkv = T.match_buffer(qkv_, (width, sizes.columns), "float32")
+        position = T.match_buffer(position_, (width,), "int32")
+        visible = T.match_buffer(visible_, (width, 2), "uint32")
+        tops = T.match_buffer(tops_, (width, num_heads, CHAINS), "float32")
+        norms = T.match_buffer(norms_, (width, num_heads, CHAINS), "float32")
+        mixed = T.match_buffer(mixed_, (width, num_heads, CHAINS, head_dim), "float32")
+        q = T.sblock_alloc_buffer((width, num_heads, head_dim), "float32")
+        write(qkv, position, boundary, table, cache, q, width)
+        attend(q, cache, boundary, visible, tops, norms, mixed, width)
+
+    return stamp(func, "rope_attention_parts", chains=CHAINS, chain_slots=CHAIN_SLOTS)
+
+
+def norm_rope_attention_parts(
+    num_heads: int, num_kv_heads: int, head_dim: int, positions: int, slots: int, eps: float
+) -> tirx.PrimFunc:
+    """`attention_ops.attention_parts` of `fused_ops.norm_rope_kv_write`.
+
+    As `rope_attention_parts`, with q_norm and k_norm `(head_dim,)` float32 behind qkv.
+    """
+    sizes = _Sizes(num_heads, num_kv_heads, head_dim, positions, slots)
+    norm, write, attend = _norm(sizes, eps), _write(sizes), _attend(sizes)
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        qkv_: T.handle,
+        q_norm: T.Buffer((head_dim,), "float32"),
+        k_norm: T.Buffer((head_dim,), "float32"),
+        position_: T.handle,
+        boundary: T.Buffer((1,), "int32"),
+        table: T.Buffer((positions, sizes.half, 2), "float32"),
+        cache: T.Buffer((2, num_kv_heads, slots, head_dim), "float16"),
+        visible_: T.handle,
+        tops_: T.handle,
+        norms_: T.handle,
+        mixed_: T.handle,
+    ):
+        width = T.int64()
+        qkv = T.match_buffer(qkv_, (width, sizes.columns), "float32")
+        position = T.match_buffer(position_, (width,), "int32")
+        visible = T.match_buffer(visible_, (width, 2), "uint32")
+        tops = T.match_buffer(tops_, (width, num_heads, CHAINS), "float32")
+        norms = T.match_buffer(norms_, (width, num_heads, CHAINS), "float32")
+        mixed = T.match_buffer(mixed_, (width, num_heads, CHAINS, head_dim), "float32")
+        x = T.sblock_alloc_buffer((width, sizes.columns), "float32")
+        q = T.sblock_alloc_buffer((width, num_heads, head_dim), "float32")
+        norm(qkv, q_norm, k_norm, x, width)
+        write(x, position, boundary, table, cache, q, width)
+        attend(q, cache, boundary, visible, tops, norms, mixed, width)
+
+    return stamp(func, "norm_rope_attention_parts", chains=CHAINS, chain_slots=CHAIN_SLOTS, eps=eps)
+
+
+def _norm(sizes: _Sizes, eps: float) -> Callable:
+    """A macro for `ops.qk_norm`."""
+    heads, head_dim, first_v = sizes.heads, sizes.head_dim, sizes.first_v
+
+    def normed(qkv, square, q_norm, k_norm, i, h, d):
+        mean = square[i, T.min(h, first_v - 1)] / T.float32(head_dim)
+        weight = T.if_then_else(h < heads, q_norm[d], k_norm[d])
+        value = qkv[i, h * head_dim + d] / T.sqrt(mean + T.float32(eps)) * weight
+        return T.if_then_else(h < first_v, value, qkv[i, h * head_dim + d])
+
+    @T.macro
+    def norm(qkv, q_norm, k_norm, x, width):
+        square = T.sblock_alloc_buffer((width, first_v), "float32")
+        for i, h, d in T.grid(width, first_v, head_dim):
+            with T.sblock("square"):
+                vi, vh, vd = T.axis.remap("SSR", [i, h, d])
+                with T.init():
+                    square[vi, vh] = T.float32(0)
+                square[vi, vh] = square[vi, vh] + (
+                    qkv[vi, vh * head_dim + vd] * qkv[vi, vh * head_dim + vd]
+                )
+        for i, h, d in T.grid(width, first_v + sizes.kv_heads, head_dim):
+            with T.sblock("normed"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                x[vi, vh * head_dim + vd] = normed(qkv, square, q_norm, k_norm, vi, vh, vd)
+
+    return norm
+
+
+def _write(sizes: _Sizes) -> Callable:
+    """A macro for `ops.rope_kv_write`."""
+    heads, half, head_dim = sizes.heads, sizes.half, sizes.head_dim
+
+    @T.macro
+    def write(x, position, boundary, table, cache, q, width):
+        for i, h, d in T.grid(width, heads, half):
+            with T.sblock("rotate_q"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                q[vi, vh, vd] = turned_low(x, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, half + vd] = turned_high(
+                    x, table, vi, vh * head_dim + vd, position[vi], vd
+                )
+        for i, h, d in T.grid(width, sizes.kv_heads, half):
+            with T.sblock("rotate_k"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[0, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16",
+                    turned_low(x, table, vi, (heads + vh) * head_dim + vd, position[vi], vd),
+                )
+                cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
+                    "float16",
+                    turned_high(x, table, vi, (heads + vh) * head_dim + vd, position[vi], vd),
+                )
+        for i, h, d in T.grid(width, sizes.kv_heads, head_dim):
+            with T.sblock("write_v"):
+                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
+                cache[1, vh, boundary[0] + vi, vd] = T.Cast(
+                    "float16", x[vi, (sizes.first_v + vh) * head_dim + vd]
+                )
+
+    return write
+
+
+def _attend(sizes: _Sizes) -> Callable:
+    """A macro for `attention_ops.attention_parts`."""
+    heads, head_dim, slots = sizes.heads, sizes.head_dim, sizes.slots
+    group, turns = heads // sizes.kv_heads, -(-slots // (CHAINS * CHAIN_SLOTS))
+
+    def slot_of(c, turn, j):
+        return T.min((turn * CHAINS + c) * CHAIN_SLOTS + j, slots - 1)
+
+    def sees(visible, boundary, width, i, c, turn, j):
+        """Whether row i sees slot j of a turn of chain c, and there is such a slot."""
+        slot = (turn * CHAINS + c) * CHAIN_SLOTS + j
+        at = T.Cast("int64", slot) - T.Cast("int64", boundary[0])
+        word = visible[i, T.min(T.max(at, T.int64(0)), width - 1) // 32]
+        bit = T.bitwise_and(T.shift_right(word, T.Cast("uint32", at % 32)), T.uint32(1))
+        mine = T.And(at < width, bit == T.uint32(1))
+        return T.And(slot < slots, T.Or(at < 0, mine))
+
+    @T.macro
+    def attend(q, cache, boundary, visible, tops, norms, mixed, width):
+        score = T.sblock_alloc_buffer((width, heads, slots), "float32")
+        for i, h, t, d in T.grid(width, heads, slots, head_dim):
+            with T.sblock("score"):
+                vi, vh, vt, vd = T.axis.remap("SSSR", [i, h, t, d])
+                with T.init():
+                    score[vi, vh, vt] = T.float32(0)
+                score[vi, vh, vt] = score[vi, vh, vt] + q[vi, vh, vd] * T.Cast(
+                    "float32", cache[0, vh // group, vt, vd]
+                )
+        for i, h, c, turn, j in T.grid(width, heads, CHAINS, turns, CHAIN_SLOTS):
+            with T.sblock("tops"):
+                vi, vh, vc, vt, vj = T.axis.remap("SSSRR", [i, h, c, turn, j])
+                with T.init():
+                    tops[vi, vh, vc] = T.float32(NEG_INF)
+                tops[vi, vh, vc] = T.max(
+                    tops[vi, vh, vc],
+                    T.if_then_else(
+                        sees(visible, boundary, width, vi, vc, vt, vj),
+                        score[vi, vh, slot_of(vc, vt, vj)] * T.float32(head_dim**-0.5),
+                        T.float32(NEG_INF),
+                    ),
+                )
+        for i, h, c, turn, j in T.grid(width, heads, CHAINS, turns, CHAIN_SLOTS):
+            with T.sblock("norms"):
+                vi, vh, vc, vt, vj = T.axis.remap("SSSRR", [i, h, c, turn, j])
+                with T.init():
+                    norms[vi, vh, vc] = T.float32(0)
+                norms[vi, vh, vc] = norms[vi, vh, vc] + T.if_then_else(
+                    sees(visible, boundary, width, vi, vc, vt, vj),
+                    T.exp(
+                        score[vi, vh, slot_of(vc, vt, vj)] * T.float32(head_dim**-0.5)
+                        - tops[vi, vh, vc]
+                    ),
+                    T.float32(0),
+                )
+        for i, h, c, d, turn, j in T.grid(width, heads, CHAINS, head_dim, turns, CHAIN_SLOTS):
+            with T.sblock("mixed"):
+                vi, vh, vc, vd, vt, vj = T.axis.remap("SSSSRR", [i, h, c, d, turn, j])
+                with T.init():
+                    mixed[vi, vh, vc, vd] = T.float32(0)
+                mixed[vi, vh, vc, vd] = mixed[vi, vh, vc, vd] + T.if_then_else(
+                    sees(visible, boundary, width, vi, vc, vt, vj),
+                    T.exp(
+                        score[vi, vh, slot_of(vc, vt, vj)] * T.float32(head_dim**-0.5)
+                        - tops[vi, vh, vc]
+                    )
+                    * T.Cast("float32", cache[1, vh // group, slot_of(vc, vt, vj), vd]),
+                    T.float32(0),
+                )
+
+    return attend

@@ -6,7 +6,7 @@ nothing. Where a quantised row is read by one linear alone, the two become one o
 `relax_models/fused_ops.py`, with the same results to the bit; and where a linear's gate and up go
 into one activation, that linear writes their product. In wider steps what attention gives is
 quantised by the kernel that adds it up, where the scales are those of parts of a head. Attention of
-a few rows turns its queries and writes the cache itself.
+one or two rows turns its queries and writes the cache itself.
 """
 
 from collections import Counter
@@ -39,16 +39,14 @@ quantisation, and is long enough not to feel a launch."""
 MOST_CODES = 32 << 10
 """Bytes of all rows' codes, which lie in a block's shared memory beside the partial sums."""
 
-ROPE_WIDTH = 8
-"""Rows of the widest step whose attention turns its queries and writes the cache itself. Blocks
-that share a chain repeat that for its new slots, and all blocks of a head for its queries."""
+ROPE_WIDTH = 2
+"""Rows of the widest step whose attention turns its queries and writes the cache itself. All blocks
+of a head repeat that for its queries, one after the other: of four rows on an H200 it takes what
+the launch did, of eight rows and small heads more, and with a norm of the heads more in any case
+(docs/performance.md)."""
 
 _QUANTIZERS = ("norm_quantize", "quantize")
 _GATED = {"gated_norm_quantize": "norm_quantize", "gated_quantize": "quantize"}
-_ROTATIONS = {
-    "rope_kv_write": "rope_attention_parts",
-    "norm_rope_kv_write": "norm_rope_attention_parts",
-}
 
 
 def fuse(mod: IRModule, target: TVMTarget) -> IRModule:
@@ -212,6 +210,7 @@ class _Fuser(PyExprMutator):
             lambda: _quantized_join(source, kernel),
         )
         return relax.call_tir(var, list(source.args), list(rebuilt.ty_args[0].fields))
+
     def _attention(
         self, made: Sequence[relax.Var], kernel: _Kernel, rebuilt: relax.Call
     ) -> relax.Expr:
@@ -219,13 +218,12 @@ class _Fuser(PyExprMutator):
         source = self._producer(made, kernel.args[:2])
         width, _, head_dim = kernel.work.shapes[0]
         served = serves(head_dim) and width <= ROPE_WIDTH
-        if source is None or source.work.op not in _ROTATIONS or not served:
+        if source is None or source.work.op != "rope_kv_write" or not served:
             return rebuilt
-        op = _ROTATIONS[source.work.op]
         var = self._add(
             (source.name, kernel.name),
-            f"{op.removesuffix(kernel.work.op)}{kernel.name}",
-            lambda: _of_qkv(op, source, kernel),
+            f"rope_{kernel.name}",
+            lambda: _of_qkv(source, kernel),
         )
         results = [*rebuilt.ty_args[0].fields, source.args[-1].ty]
         cache = len(source.args) - 1
@@ -281,9 +279,10 @@ def _quantized_join(source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
     width, heads, _, head_dim = source.work.shapes[2]
     func = fused_ops.attention_join_quantize(heads, head_dim, kernel.settings["group"])
     return bind_dims(func, {"width": width})
-def _of_qkv(op: str, source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
+
+
+def _of_qkv(source: _Kernel, kernel: _Kernel) -> tirx.PrimFunc:
     (width, heads, head_dim), (_, kv_heads, slots, _) = kernel.work.shapes[:2]
-    positions = source.work.shapes[-3][0]
-    eps = [source.settings["eps"]] if "eps" in source.settings else []
-    make = getattr(fused_attention_ops, op)
-    return bind_dims(make(heads, kv_heads, head_dim, positions, slots, *eps), {"width": width})
+    positions = source.work.shapes[3][0]
+    func = fused_attention_ops.rope_attention_parts(heads, kv_heads, head_dim, positions, slots)
+    return bind_dims(func, {"width": width})

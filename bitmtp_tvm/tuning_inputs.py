@@ -14,7 +14,6 @@ from bitmtp_tvm.reference.ops import (
     gated,
     group_linear,
     low_bit_linear,
-    qk_norm,
     quantize,
     quantize_groups,
     rms_norm,
@@ -188,31 +187,25 @@ def _attention_parts(task: "Task", kind: str) -> Inputs:
 
 
 def _rope_attention_parts(task: "Task", kind: str) -> Inputs:
-    """See `relax_models.fused_attention_ops`; a launch after another finds the cache written, and
-    reads nothing of that."""
-    cache_shape, (width, heads, _, head_dim) = task.shapes[-5], task.shapes[-1]
+    """See `relax_models.fused_attention_ops.rope_attention_parts`; a launch after another finds the
+    cache written, and reads nothing of that."""
+    qkv_shape, _, _, table_shape, cache_shape = task.shapes[:5]
+    width, heads, _, head_dim = task.shapes[-1]
     boundary, keys = min(FILL, cache_shape[2] - width), heads + cache_shape[1]
     rng = np.random.default_rng([width, head_dim, 3])
-    qkv = rng.normal(size=task.shapes[0]).astype(np.float32)
+    qkv = rng.normal(size=qkv_shape).astype(np.float32)
     position = np.arange(width, dtype=np.int32)
-    angle = rng.uniform(0, 2 * np.pi, task.shapes[-6][:2])
+    angle = rng.uniform(0, 2 * np.pi, table_shape[:2])
     table = np.stack([np.cos(angle), np.sin(angle)], axis=-1).astype(np.float32)
-    cache = np.zeros(cache_shape, np.float16)
-    cache[:, :, :boundary] = rng.normal(size=(2, cache_shape[1], boundary, head_dim))
-    norms: list[np.ndarray] = []
-    normed = qkv
-    if "eps" in task.settings:
-        norms = [rng.uniform(0.5, 1.5, head_dim).astype(np.float32) for _ in range(2)]
-        normed = qk_norm(qkv, norms[0], norms[1], heads, float(task.settings["eps"]))
-    rows = normed.reshape(width, -1, head_dim)
+    cache = cache_of(cache_shape)
+    rows = qkv.reshape(width, -1, head_dim)
     turned = rope(rows[:, :keys], position, table)
     written = cache[:, :, : boundary + width].copy()
     written[0, :, boundary:] = turned[:, heads:].transpose(1, 0, 2)
     written[1, :, boundary:] = rows[:, keys:].transpose(1, 0, 2)
     seen = np.tri(width, dtype=bool)
     expected = attention(turned[:, :heads], written[0], written[1], boundary, seen)
-    at = np.array([boundary], np.int32)
-    arguments = [qkv, *norms, position, at, table, cache]
+    arguments = [qkv, position, np.array([boundary], np.int32), table, cache]
     return _in_parts(task, arguments, boundary, expected)
 
 
@@ -286,7 +279,6 @@ OPERATIONS = {
     "head_codes": Operation((2, 3), _head_codes),
     "low_bit_linear": Operation((3, 4), _low_bit_linear),
     "norm_low_bit_linear": Operation((2, 3), _fused_linear),
-    "norm_rope_attention_parts": Operation((6,), _rope_attention_parts, _cache_reads),
     "quantize_low_bit_linear": Operation((1, 2), _fused_linear),
     "rope_attention_parts": Operation((4,), _rope_attention_parts, _cache_reads),
 }

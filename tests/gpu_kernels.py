@@ -129,7 +129,7 @@ LONG_WIDTHS = (1, 8)
 POSITIONS = 90
 # Heads of attention that turns its queries itself, in the longer cache.
 ROPE_ATTENTIONS = [(10, 2, 64), (20, 5, 128), (16, 8, 128)]
-ROPE_WIDTHS = (1, 2, 3, 8)
+ROPE_WIDTHS = (1, 2, 3)
 
 
 CHOOSE_ROWS = (1, 8, 64)
@@ -211,13 +211,11 @@ def attention(heads: int, kv_heads: int, head_dim: int, causal: bool, width: int
 
 
 def rope_attentions(shape: Sequence[int], slots: int, width: int) -> Iterator[Kernel]:
-    """Attention that turns its queries, without norms and with them, and all that it replaces."""
+    """Attention that turns its queries, and what it replaces."""
     sizes = (*shape, POSITIONS, slots)
     yield kernel("rope_kv_write", *sizes, width=width)
-    yield kernel("norm_rope_kv_write", *sizes, EPS, width=width)
     yield kernel("attention_parts", *shape, slots, width=width)
     yield kernel("rope_attention_parts", *sizes, width=width)
-    yield kernel("norm_rope_attention_parts", *sizes, EPS, width=width)
 
 
 def long_attentions(width: int) -> Iterator[Kernel]:

@@ -58,7 +58,6 @@ OPERATIONS = {
     "low_bit_linear",
     "norm_low_bit_linear",
     "norm_quantize",
-    "norm_rope_attention_parts",
     "norm_rope_kv_write",
     "qk_norm",
     "quantize",

@@ -7,7 +7,8 @@ import gpu_kernels
 import numpy as np
 import pytest
 from gpu_kernels import (
-    EPS,
+    CHAIN_SLOTS,
+    CHAINS,
     LONG_SLOTS,
     POSITIONS,
     ROPE_ATTENTIONS,
@@ -21,7 +22,7 @@ from test_schedules_gpu_attention_parts import parts_of
 ARCHES = ("sm_86", "sm_87", "sm_90a")
 REAL = [
     kernel("rope_attention_parts", 20, 5, 128, 4096, 4224, width=1),
-    kernel("norm_rope_attention_parts", 32, 8, 128, 4096, 4224, EPS, width=8),
+    kernel("rope_attention_parts", 10, 2, 64, 2048, 2176, width=2),
 ]
 
 
@@ -38,30 +39,28 @@ def test_kernels_compile_without_spills(arch):
     assert {k.name: k.stack_bytes for k in found.kernels if k.stack_bytes} == {}
 
 
-def inputs(rng, shape, width, boundary, normed):
-    """qkv, norms if there are, positions, boundary, table and a cache without numbers behind it."""
+def inputs(rng, shape, width, boundary):
+    """qkv, positions, boundary, table and a cache without numbers behind it."""
     heads, kv_heads, head_dim = shape
     qkv = normal(rng, width, (heads + 2 * kv_heads) * head_dim) * 2
-    norms = list(rng.uniform(0.5, 2, (2, head_dim)).astype(np.float32)) if normed else []
     position = rng.integers(0, POSITIONS, width).astype(np.int32)
     table = normal(rng, POSITIONS, head_dim // 2, 2)
     cache = normal(rng, 2, kv_heads, LONG_SLOTS, head_dim).astype(np.float16)
     cache[:, :, boundary:] = np.nan
-    return [qkv, *norms, position, np.array([boundary], np.int32), table, cache]
+    return [qkv, position, np.array([boundary], np.int32), table, cache]
 
 
-def both(kernels, shape, arguments, seen, normed):
+def both(kernels, shape, arguments, seen):
     """Cache, tops, norms and mixed of one kernel, and of the two that it stands for."""
     (heads, _, head_dim), width = shape, len(seen)
-    sizes, prefix, eps = (*shape, POSITIONS, LONG_SLOTS), "norm_" * normed, [EPS] * normed
-    parts = parts_of(width, heads, head_dim)
-    item = kernel(f"{prefix}rope_attention_parts", *sizes, *eps, width=width)
+    sizes, parts = (*shape, POSITIONS, LONG_SLOTS), parts_of(width, heads, head_dim)
+    item = kernel("rope_attention_parts", *sizes, width=width)
     *_, cache, _, tops, norms, mixed = kernels.run(item, [*arguments, words_of(seen), *parts])
-    item = kernel(f"{prefix}rope_kv_write", *sizes, *eps, width=width)
+    item = kernel("rope_kv_write", *sizes, width=width)
     q = gpu_kernels.nothing(width, heads, head_dim)
     *_, written, q = kernels.run(item, [*arguments, q])
     item = kernel("attention_parts", *shape, LONG_SLOTS, width=width)
-    two = kernels.run(item, [q, written, arguments[-3], words_of(seen), *parts])[-3:]
+    two = kernels.run(item, [q, written, arguments[2], words_of(seen), *parts])[-3:]
     return [cache, tops, norms, mixed], [written, *two]
 
 
@@ -69,14 +68,13 @@ def both(kernels, shape, arguments, seen, normed):
 @pytest.mark.parametrize("boundary", [0, 60, 63, 64, 65, 2047, 2048, 4250])
 @pytest.mark.parametrize("width", ROPE_WIDTHS)
 @pytest.mark.parametrize("shape", ROPE_ATTENTIONS)
-@pytest.mark.parametrize("normed", [False, True])
-def test_one_kernel_gives_the_bits_of_two(kernels, rng, shape, width, boundary, normed):
-    arguments = inputs(rng, shape, width, boundary, normed)
+def test_one_kernel_gives_the_bits_of_two(kernels, rng, shape, width, boundary):
+    arguments = inputs(rng, shape, width, boundary)
     seen = (rng.random((width, width)) < 0.4) | np.eye(width, dtype=bool)
-    one, two = both(kernels, shape, arguments, seen, normed)
+    one, two = both(kernels, shape, arguments, seen)
     for got, want in zip(one, two, strict=True):
         assert got.tobytes() == want.tobytes()
-    used = min(32, -(-(boundary + width) // 64))
+    used = min(CHAINS, -(-(boundary + width) // CHAIN_SLOTS))
     assert all(np.isfinite(part[:, :, :used]).all() for part in one[1:])
     assert np.isfinite(one[0][:, :, : boundary + width]).all()
 
@@ -86,8 +84,8 @@ def test_one_kernel_gives_the_bits_of_two(kernels, rng, shape, width, boundary, 
 @pytest.mark.parametrize("shape", ROPE_ATTENTIONS)
 def test_a_value_that_is_no_number_does_what_it_did(kernels, rng, shape, width):
     heads, kv_heads, head_dim = shape
-    arguments = inputs(rng, shape, width, 61, False)
+    arguments = inputs(rng, shape, width, 61)
     arguments[0][width // 2, (heads + kv_heads) * head_dim :: 3] = np.inf
-    one, two = both(kernels, shape, arguments, np.tri(width, dtype=bool), False)
+    one, two = both(kernels, shape, arguments, np.tri(width, dtype=bool))
     for got, want in zip(one, two, strict=True):
         assert np.array_equal(got, want, equal_nan=True)

@@ -43,7 +43,6 @@ TEMPLATES = {
         gemv_tile.GROUP_TEMPLATE,
     ),
     "norm_low_bit_linear": (fused_linear.TEMPLATE,),
-    "norm_rope_attention_parts": (attention_split_rope.TEMPLATE,),
     "quantize_low_bit_linear": (fused_linear.TEMPLATE,),
     "rope_attention_parts": (attention_split_rope.TEMPLATE,),
 }

@@ -1,4 +1,4 @@
-"""Attention of a decode step that turns its queries and writes its cache, norms first or not.
+"""Attention of a decode step that turns its queries and writes its cache.
 
 The blocks of schedules/gpu/attention_split.py, and one kernel less in front of them. A block first
 makes its queries, in shared memory, and those new keys and values that are of its chains, in the
@@ -18,9 +18,7 @@ from schedules.gpu.heads import (
     Heads,
     key_value_writer,
     loader,
-    normalizer,
     rotator,
-    weight_loader,
 )
 from schedules.gpu.thread import WARP, ceil_div, overlaps, span
 from schedules.space import Template
@@ -50,14 +48,13 @@ def _own_queries(head_dim: int):
     return stride, load
 
 
-def _maker(plan: Plan, heads: Heads, splits: int, eps: float | None):
-    """A macro that makes a block's queries, and the new keys and values of its chains.
+def _maker(plan: Plan, heads: Heads, splits: int):
+    """A macro that makes a block's queries, and the new keys and values of its chains, of
+    `source`: qkv, position and table.
 
-    `source`: qkv, position and table; `weights`: of the norms of queries and of keys. A warp makes
-    one head after the other, queries first. The places of a tile behind the last pair stay as they
-    are: what comes of them goes nowhere.
+    A warp makes one head after the other, queries first. The places of a tile behind the last pair
+    stay as they are: what comes of them goes nowhere.
     """
-    normed, norm = eps is not None, normalizer(heads, eps or 0.0)
     load, rotate = loader(heads), rotator(heads)
     write_key_value, (stride, _) = key_value_writer(heads), _own_queries(heads.size)
     queries = min(plan.tile.pairs, plan.pairs)
@@ -82,30 +79,23 @@ def _maker(plan: Plan, heads: Heads, splits: int, eps: float | None):
                     ] = held[span(heads.at(i, side), heads.vector)]
 
     @T.macro
-    def turn(source, weights, held, row, lane):
-        if normed:
-            norm(held, weights)
-        rotate(held, source[1][row], source[2], lane)
-
-    @T.macro
-    def write(source, weights, held, cache, turned, item, row, slot, head, mine, lane):
+    def write(source, held, cache, turned, item, row, slot, head, mine, lane):
         # All conditions are the same for all lanes of a warp.
         if item < queries:
-            turn(source, weights[0], held, row, lane)
+            rotate(held, source[1][row], source[2], lane)
             write_query(held, turned, item, lane)
         else:
             if mine:
                 if head < heads.first_value:
-                    turn(source, weights[1], held, row, lane)
+                    rotate(held, source[1][row], source[2], lane)
                 write_key_value(held, cache, slot, head, lane)
 
     @T.macro
-    def make_head(source, weights, cache, turned, boundary, chain, item, row, head, lane):
+    def make_head(source, cache, turned, boundary, chain, item, row, head, lane):
         held = T.sblock_alloc_buffer((heads.held,), "float32", scope="local")
         load(source[0], held, row, head, lane)
         write(
             source,
-            weights,
             held,
             cache,
             turned,
@@ -118,11 +108,10 @@ def _maker(plan: Plan, heads: Heads, splits: int, eps: float | None):
         )
 
     @T.macro
-    def make(source, weights, cache, turned, boundary, kv, first, chain, warp, lane):
+    def make(source, cache, turned, boundary, kv, first, chain, warp, lane):
         for i in T.unroll(ceil_div(items, WARPS)):
             make_head(
                 source,
-                weights,
                 cache,
                 turned,
                 boundary,
@@ -138,28 +127,20 @@ def _maker(plan: Plan, heads: Heads, splits: int, eps: float | None):
 
 def _block(work: Workload, tile: SplitTile, early: bool):
     """The grid, and a macro for one block."""
-    inner, eps = _attention(work), work.settings.get("eps")
+    inner = _attention(work)
     (width, queries, head_dim), cache_shape = inner.shapes[:2]
     plan = plan_of(inner, tile, work.settings["chains"], SLOTS)
     heads = Heads(width, queries, cache_shape[1], head_dim)
     grid, sizes = Grid.of(plan, cache_shape[1]), Sizes(head_dim, tile.tiles)
-    announce, load_weights = announcer(plan, cache_shape[2]), weight_loader(heads)
+    announce = announcer(plan, cache_shape[2])
     stride, load_query = _own_queries(head_dim)
-    make = _maker(plan, heads, grid.splits, eps)
-    one_part = one_part_of(plan, sizes, load_query)
+    make, one_part = _maker(plan, heads, grid.splits), one_part_of(plan, sizes, load_query)
 
     @T.macro
-    def one_block(
-        qkv, norm_weights, position, boundary, table, cache, visible, results, block, thread
-    ):
+    def one_block(source, boundary, cache, visible, results, block, thread):
         tops, norms, mixed = results
         turned = T.sblock_alloc_buffer((tile.pairs * stride,), "float32", scope="shared")
-        of_queries = T.sblock_alloc_buffer((heads.held,), "float32", scope="local")
-        of_keys = T.sblock_alloc_buffer((heads.held,), "float32", scope="local")
         known = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        if norm_weights is not None:
-            load_weights(norm_weights[0], norm_weights[1], of_queries, 0, thread % WARP)
-            load_weights(norm_weights[0], norm_weights[1], of_keys, queries, thread % WARP)
         if early:
             announce(
                 cache,
@@ -174,8 +155,7 @@ def _block(work: Workload, tile: SplitTile, early: bool):
         # A block's first chain has the earliest slots.
         if grid.chain(block, 0) * SLOTS < known[0] + width:
             make(
-                (qkv, position, table),
-                (of_queries, of_keys),
+                source,
                 cache,
                 turned,
                 known[0],
@@ -204,9 +184,10 @@ def _block(work: Workload, tile: SplitTile, early: bool):
     return grid, one_block
 
 
-def _plain(work: Workload, grid: Grid, one_block) -> tirx.PrimFunc:
+def _make(work: Workload, tile: SplitTile, target) -> tirx.PrimFunc:
     """See `relax_models.fused_attention_ops.rope_attention_parts`."""
     qkv_shape, (width,), _, table_shape, cache_shape, _, tops_shape, _, mixed_shape = work.shapes
+    grid, one_block = _block(work, tile, overlaps(target))
 
     @T.prim_func(private=True, s_tir=True)
     def func(
@@ -226,11 +207,8 @@ def _plain(work: Workload, grid: Grid, one_block) -> tirx.PrimFunc:
                     block = T.axis.spatial(grid.size, bx)
                     thread = T.axis.spatial(THREADS, tx)
                     one_block(
-                        qkv,
-                        None,
-                        position,
+                        (qkv, position, table),
                         boundary,
-                        table,
                         cache,
                         visible,
                         (tops, norms, mixed),
@@ -239,52 +217,6 @@ def _plain(work: Workload, grid: Grid, one_block) -> tirx.PrimFunc:
                     )
 
     return func
-
-
-def _normed(work: Workload, grid: Grid, one_block) -> tirx.PrimFunc:
-    """See `relax_models.fused_attention_ops.norm_rope_attention_parts`."""
-    qkv_shape, (size,), _, (width,), _, table_shape, cache_shape, _, tops_shape, _, mixed_shape = (
-        work.shapes
-    )
-
-    @T.prim_func(private=True, s_tir=True)
-    def func(
-        qkv: T.Buffer(qkv_shape, "float32"),
-        q_norm: T.Buffer((size,), "float32"),
-        k_norm: T.Buffer((size,), "float32"),
-        position: T.Buffer((width,), "int32"),
-        boundary: T.Buffer((1,), "int32"),
-        table: T.Buffer(table_shape, "float32"),
-        cache: T.Buffer(cache_shape, "float16"),
-        visible: T.Buffer((width, MASK_WORDS), "uint32"),
-        tops: T.Buffer(tops_shape, "float32"),
-        norms: T.Buffer(tops_shape, "float32"),
-        mixed: T.Buffer(mixed_shape, "float32"),
-    ):
-        for bx in T.thread_binding(grid.size, thread="blockIdx.x"):
-            for tx in T.thread_binding(THREADS, thread="threadIdx.x"):
-                with T.sblock("attention"):
-                    block = T.axis.spatial(grid.size, bx)
-                    thread = T.axis.spatial(THREADS, tx)
-                    one_block(
-                        qkv,
-                        (q_norm, k_norm),
-                        position,
-                        boundary,
-                        table,
-                        cache,
-                        visible,
-                        (tops, norms, mixed),
-                        block,
-                        thread,
-                    )
-
-    return func
-
-
-def _make(work: Workload, tile: SplitTile, target) -> tirx.PrimFunc:
-    made = _plain if "eps" not in work.settings else _normed
-    return made(work, *_block(work, tile, overlaps(target)))
 
 
 TEMPLATE = Template(

@@ -16,12 +16,14 @@ for itself alone they are worth more: the first tokens of a text are its hardest
 NEIGHBOUR_STEPS = 12.0
 """Steps that a position's guess is worth when it comes from the position before it."""
 
-PRIOR_RUN, PRIOR_RUN_ON = 0.6, 0.8
+PRIOR_RUN, PRIOR_RUN_ALONE, PRIOR_RUN_ON = 0.6, 0.7, 0.8
 """Chance that a block drafts anything, and that a draft is followed by another."""
 
 PRIOR_CHAIN, PRIOR_CHAIN_ON = 0.35, 0.8
-PRIOR_RIGHT = 0.8
-"""Chance that a draft equals its target, when all before it did."""
+PRIOR_RIGHT, PRIOR_RIGHT_ALONE = 0.8, 0.95
+"""Chance that a draft equals its target, when all before it did. A request that learns alone begins
+with about what the demo's drafts do (97 % are right): by low guesses it would be over before it came
+to wide steps. Low ones make a first request try more depths, which serves those behind it."""
 
 
 class Acceptance:
@@ -33,6 +35,8 @@ class Acceptance:
     def __init__(self, positions: int, alone: bool = False) -> None:
         self._positions = positions
         self._prior = PRIOR_STEPS_ALONE if alone else PRIOR_STEPS
+        self._run_guess = PRIOR_RUN_ALONE if alone else PRIOR_RUN
+        self._right_guess = PRIOR_RIGHT_ALONE if alone else PRIOR_RIGHT
         self._counts = np.zeros((5, positions))
         self._open = np.zeros(positions)
         self._stale = True
@@ -78,10 +82,10 @@ class Acceptance:
     def _refresh(self) -> None:
         """Probabilities from the counts; each position's guess is what its predecessor shows."""
         evaluated, accepted, offered, proposed, chained = self._counts.tolist()
-        self._run = self._leading(proposed, offered, PRIOR_RUN, PRIOR_RUN_ON)
+        self._run = self._leading(proposed, offered, self._run_guess, PRIOR_RUN_ON)
         self._chain = self._leading(chained, offered, PRIOR_CHAIN, PRIOR_CHAIN_ON)
         right, wrong = [], []
-        reached, guess = 1.0, PRIOR_RIGHT
+        reached, guess = 1.0, self._right_guess
         for j in range(self._positions):
             if j:
                 follows = self._run[j] / self._run[j - 1]

@@ -31,6 +31,10 @@ PROMISING = 1.3
 LEAST_STEPS = 2
 """One step finds drafts and the next one tests them: fewer tell nothing."""
 
+BEGINNING = 40
+"""Steps at the start of a request that its choice must be able to pay for, if they accept nothing:
+the first tokens of a text are its hardest, and wide steps that cannot last would end the trying."""
+
 TRIAL_STEPS = 4
 TRIAL_COST = 0.5
 """Of a plain step: what a trial is charged for stopping the pipeline twice."""
@@ -225,17 +229,18 @@ class Policy:
             # They were under way when the choice was made, and are none of its steps.
             self._review += forwards
 
-    def _affordable(self, choice: StepChoice) -> int:
-        """Steps of `choice` that may be lost; each commits one token at the least."""
+    def _affordable(self, choice: StepChoice, most: int = UNLIMITED) -> int:
+        """Steps of `choice` that may be lost, up to `most`; each commits one token at the least."""
         plain = self._times[self._plain.width]
         extra = self._times[choice.width] - plain
         allowed = self._loss * max(self._plain_time, self._grace * plain) - self._lost
-        return UNLIMITED if extra <= 0 else max(0, min(UNLIMITED, int(allowed / extra)))
+        return most if extra <= 0 else max(0, min(most, int(allowed / extra)))
 
     def _decide(self) -> StepChoice:
         self._review = self._steps + max(REVIEW[0], min(REVIEW[1], self._steps // 2))
         rates = {c: self._rate(c) for c in (*self._candidates, self._plain)}
-        usable = [c for c in rates if self._affordable(c) >= LEAST_STEPS]
+        least = max(LEAST_STEPS, BEGINNING - self._steps)
+        usable = [c for c in rates if self._affordable(c, BEGINNING) >= least]
         if self._incumbent not in usable:
             self._incumbent = self._plain
         best = max(usable, key=lambda c: rates[c])

@@ -207,6 +207,17 @@ def test_where_drafting_promises_much_a_hard_beginning_does_not_end_it():
         assert found.rate * table[1] >= 1.7
 
 
+@pytest.mark.parametrize("mode", ["speculative", "hybrid"])
+def test_a_request_begins_with_steps_that_it_can_pay_for(mode):
+    """The narrowest ones, for the demo's table, and soon wide ones."""
+    table = TABLES["demo"]
+    found = decode(options(mode, table), table, STREAMS["easy"], 200, policy(mode, "demo"))
+    widths = [choice.width for choice in found.choices]
+    assert 1 < widths[0] < 16 <= widths[-1]
+    rows = [choice.width for choice in found.choices if choice.width < 16]
+    assert len(rows) <= 3 and found.rate * table[1] >= 3.0
+
+
 def test_plain_steps_under_way_do_not_use_up_a_trial():
     """On a GPU a chunk is under way when the choice changes; it says nothing about the new one."""
     table, followed = TABLES["demo"], policy("hybrid", "demo")

@@ -22,8 +22,8 @@ PRIOR_RUN, PRIOR_RUN_ALONE, PRIOR_RUN_ON = 0.6, 0.7, 0.8
 PRIOR_CHAIN, PRIOR_CHAIN_ON = 0.35, 0.8
 PRIOR_RIGHT, PRIOR_RIGHT_ALONE = 0.8, 0.95
 """Chance that a draft equals its target, when all before it did. A request that learns alone begins
-with about what the demo's drafts do (97 % are right): by low guesses it would be over before it came
-to wide steps. Low ones make a first request try more depths, which serves those behind it."""
+with about what the demo's drafts do (97 % are right): by low guesses it is over before it comes to
+wide steps. Low ones make a first request try more depths, which serves those behind it."""
 
 
 class Acceptance:

@@ -1,9 +1,13 @@
 """Muon for many matrices at once does what PyTorch's does to one after another."""
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from imports import ROOT
 from torch import nn
 
 from bitmtp_tvm.training.optimizers import muon, orthogonal
@@ -55,3 +59,17 @@ def test_orthogonal_matrices_have_singular_values_near_one(shape):
     assert found.shape == shape
     # The iteration spreads them between about 0.7 and 1.2; those of the input go from 1.5 to 11.
     assert values.min() > 0.6 and values.max() < 1.3
+
+
+def test_what_is_sharded_gives_what_is_whole():
+    """Muon's steps and gradients; of a matrix with one row the second process has nothing."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, *launch, ROOT / "tests" / "sharded.py"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

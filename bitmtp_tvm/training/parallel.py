@@ -1,6 +1,7 @@
 """One process or several: FSDP2 over what torchrun started, and plain PyTorch without it."""
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,6 +50,11 @@ class World:
         return held.tolist()
 
 
+SETTLED = 0.2
+"""Seconds for gloo's threads to let go of the last exchange's tensors. Such a thread needs the
+interpreter for that, which would abort the process if it were on its way out."""
+
+
 @contextmanager
 def world(device: str) -> Iterator[World]:
     """The processes that torchrun started, or this one alone. Raises UsageError without a GPU."""
@@ -71,6 +77,7 @@ def world(device: str) -> Iterator[World]:
         yield World(dist.get_rank(), dist.get_world_size(), place)
     finally:
         dist.destroy_process_group()
+        time.sleep(SETTLED)
 
 
 WHOLE_BYTES = 1 << 30

@@ -13,19 +13,14 @@ from schedules.gpu import attention_split
 from schedules.gpu.attention_fragments import SLOTS, THREADS, WARPS, WORDS, Sizes
 from schedules.gpu.attention_split import Grid, SplitTile, announcer, one_part_of
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
-from schedules.gpu.heads import (
-    SIDES,
-    Heads,
-    key_value_writer,
-    loader,
-    rotator,
-)
+from schedules.gpu.heads import SIDES, Heads, key_value_writer, loader, rotator
 from schedules.gpu.thread import WARP, ceil_div, overlaps, span
 from schedules.space import Template
 from schedules.workload import Workload
 
 # Behind each query in shared memory, so that the lanes of a warp read from different banks.
 PAD = WORDS
+# A new row has a key and a value.
 PARTS = 2
 
 
@@ -165,6 +160,7 @@ def _block(work: Workload, tile: SplitTile, early: bool):
                 thread // WARP,
                 thread % WARP,
             )
+            # Behind it a block sees what it wrote to the cache, too.
             T.tvm_storage_sync("shared")
             for turn in T.serial(grid.turns):
                 one_part(

@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,10 @@ def records_folder(target: "Target", given: Path | None) -> Path:
 class Key:
     """What a record is about; the device is the folder's.
 
-    op, format: as the kernel is stamped, format "" where the operation has none; n, k: elements of
-    one row of the last result and of the first input (outputs and inputs of a matrix, k padded), 0
-    where those have no rows; overlap: programmatic dependent launch.
+    op, format: as the kernel is stamped, format "" where the operation has none, and that of the
+    weights around it for attention; n, k: elements of one row of the last result and of the first
+    input (outputs and inputs of a matrix, k padded), 0 where those have no rows; overlap:
+    programmatic dependent launch.
     """
 
     op: str
@@ -162,8 +163,10 @@ class Records:
         return found
 
     def of(self, key: Key) -> list[Record]:
-        """The winner first; [] where there is none."""
-        return list(self.by_key.get(key, ()))
+        """The winner first; [] where there is none. What is known of the operation in any company
+        stands in for what is not known of it beside weights of a format."""
+        found = self.by_key.get(key) or self.by_key.get(replace(key, format=""), ())
+        return list(found)
 
     def put(self, records: Sequence[Record]) -> None:
         """Replace what is known of one key: the winner first. Raises ValueError for records of

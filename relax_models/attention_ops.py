@@ -88,14 +88,17 @@ CHAIN_SLOTS = 64
 """Neighbouring slots that go to the same partial sum."""
 
 
-def attention_parts(num_heads: int, num_kv_heads: int, head_dim: int, slots: int) -> tirx.PrimFunc:
+def attention_parts(
+    num_heads: int, num_kv_heads: int, head_dim: int, slots: int, format_name: str = ""
+) -> tirx.PrimFunc:
     """The first half of `attention` with visible rows: partial sums over the slots.
 
     q, cache, boundary and visible as `attention` takes them -> tops, norms `(width, num_heads,
     CHAINS)` and mixed `(width, num_heads, CHAINS, head_dim)` float32. Slot t belongs to chain
     t / CHAIN_SLOTS % CHAINS: tops are the largest score of a chain that the row sees (NEG_INF for
     none), norms the sum of exp(score - top), mixed that sum of values. Chains that have no slot
-    below boundary + width are not defined.
+    below boundary + width are not defined. `format_name`: of the weights in the kernels around it,
+    which tell what tile is the best beside them.
     """
     width = any_width()
     group = num_heads // num_kv_heads
@@ -145,6 +148,7 @@ def attention_parts(num_heads: int, num_kv_heads: int, head_dim: int, slots: int
         "attention_parts",
         chains=CHAINS,
         chain_slots=CHAIN_SLOTS,
+        format=format_name,
     )
 
 

@@ -188,7 +188,11 @@ class KVCache(nn.Module):
         config = self.config
         heads, head_dim = config.num_attention_heads, config.head_dim
         func = attention_ops.attention_parts(
-            heads, config.num_key_value_heads, head_dim, self.storage.slots
+            heads,
+            config.num_key_value_heads,
+            head_dim,
+            self.storage.slots,
+            config.weight_format,
         )
         shape = (q.shape[0], heads, attention_ops.CHAINS)
         out = [(shape, "float32"), (shape, "float32"), ((*shape, head_dim), "float32")]

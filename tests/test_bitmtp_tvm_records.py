@@ -64,6 +64,24 @@ def test_records_come_back_as_they_were_one_a_line_and_in_order(tmp_path):
     assert not (tmp_path / "a" / DEVICE).exists()
 
 
+def test_attention_goes_by_the_weights_around_it_where_they_are_known():
+    plain = Key("attention_parts", "", 65536, 2048, 1, False, True)
+    binary = replace(plain, format="binary-g128")
+    records = filled(replace(RECORD, key=plain), replace(RECORD, key=binary, template="other"))
+    assert records.of(binary)[0].template == "other"
+    assert records.of(replace(plain, format="ternary-g128"))[0].template == "low_bit_mma"
+    # What was found beside one kind of weights says nothing about any.
+    assert filled(replace(RECORD, key=binary)).of(plain) == []
+
+
+def test_the_attention_of_binary_weights_has_records_of_its_own():
+    """Of one row 32 blocks a head, where ternary weights of the same shapes go with 16."""
+    records = Records.read(tuning_folder("h200"))
+    key = Key("attention_parts", "binary-g128", 65536, 2048, 1, False, True)
+    splits = [records.of(replace(key, format=f"{f}-g128"))[0] for f in ("binary", "ternary")]
+    assert [record.arguments["splits"] for record in splits] == [32, 16]
+
+
 def test_a_folder_without_files_has_no_records(tmp_path):
     found = Records.read(tmp_path / "none")
     assert (found.by_key, found.device) == ({}, None)

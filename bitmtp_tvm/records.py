@@ -165,8 +165,8 @@ class Records:
     def of(self, key: Key) -> list[Record]:
         """The winner first; [] where there is none. What is known of the operation in any company
         stands in for what is not known of it beside weights of a format."""
-        found = self.by_key.get(key) or self.by_key.get(replace(key, format=""), ())
-        return list(found)
+        found = self.by_key.get(key) or self.by_key.get(replace(key, format=""))
+        return list(found or ())
 
     def put(self, records: Sequence[Record]) -> None:
         """Replace what is known of one key: the winner first. Raises ValueError for records of

@@ -5,35 +5,12 @@ place of the rotation, the cache write and `attention_ops.attention_parts`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script import tirx as T
 
 from relax_models.attention_ops import CHAIN_SLOTS, CHAINS, NEG_INF
-from relax_models.ops import stamp, turned_high, turned_low
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    heads: int
-    kv_heads: int
-    head_dim: int
-    positions: int
-    slots: int
-
-    @property
-    def half(self) -> int:
-        return self.head_dim // 2
-
-    @property
-    def first_v(self) -> int:
-        """The first head of qkv that is a value."""
-        return self.heads + self.kv_heads
-
-    @property
-    def columns(self) -> int:
-        return (self.first_v + self.kv_heads) * self.head_dim
+from relax_models.ops import rope_writer, stamp
 
 
 def rope_attention_parts(
@@ -44,15 +21,16 @@ def rope_attention_parts(
     qkv, position, boundary, table and cache as the latter takes them, and visible; the results are
     those of the former, and the cache is written in place.
     """
-    sizes = _Sizes(num_heads, num_kv_heads, head_dim, positions, slots)
-    write, attend = _write(sizes), _attend(sizes)
+    half, columns = head_dim // 2, (num_heads + 2 * num_kv_heads) * head_dim
+    write = rope_writer(num_heads, num_kv_heads, head_dim)
+    attend = _attend(num_heads, num_kv_heads, head_dim, slots)
 
     @T.prim_func(private=True, s_tir=True)
     def func(
         qkv_: T.handle,
         position_: T.handle,
         boundary: T.Buffer((1,), "int32"),
-        table: T.Buffer((positions, sizes.half, 2), "float32"),
+        table: T.Buffer((positions, half, 2), "float32"),
         cache: T.Buffer((2, num_kv_heads, slots, head_dim), "float16"),
         visible_: T.handle,
         tops_: T.handle,
@@ -60,7 +38,7 @@ def rope_attention_parts(
         mixed_: T.handle,
     ):
         width = T.int64()
-        qkv = T.match_buffer(qkv_, (width, sizes.columns), "float32")
+        qkv = T.match_buffer(qkv_, (width, columns), "float32")
         position = T.match_buffer(position_, (width,), "int32")
         visible = T.match_buffer(visible_, (width, 2), "uint32")
         tops = T.match_buffer(tops_, (width, num_heads, CHAINS), "float32")
@@ -73,44 +51,9 @@ def rope_attention_parts(
     return stamp(func, "rope_attention_parts", chains=CHAINS, chain_slots=CHAIN_SLOTS)
 
 
-def _write(sizes: _Sizes) -> Callable:
-    """A macro for `ops.rope_kv_write`."""
-    heads, half, head_dim = sizes.heads, sizes.half, sizes.head_dim
-
-    @T.macro
-    def write(x, position, boundary, table, cache, q, width):
-        for i, h, d in T.grid(width, heads, half):
-            with T.sblock("rotate_q"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                q[vi, vh, vd] = turned_low(x, table, vi, vh * head_dim + vd, position[vi], vd)
-                q[vi, vh, half + vd] = turned_high(
-                    x, table, vi, vh * head_dim + vd, position[vi], vd
-                )
-        for i, h, d in T.grid(width, sizes.kv_heads, half):
-            with T.sblock("rotate_k"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                cache[0, vh, boundary[0] + vi, vd] = T.Cast(
-                    "float16",
-                    turned_low(x, table, vi, (heads + vh) * head_dim + vd, position[vi], vd),
-                )
-                cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
-                    "float16",
-                    turned_high(x, table, vi, (heads + vh) * head_dim + vd, position[vi], vd),
-                )
-        for i, h, d in T.grid(width, sizes.kv_heads, head_dim):
-            with T.sblock("write_v"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                cache[1, vh, boundary[0] + vi, vd] = T.Cast(
-                    "float16", x[vi, (sizes.first_v + vh) * head_dim + vd]
-                )
-
-    return write
-
-
-def _attend(sizes: _Sizes) -> Callable:
+def _attend(heads: int, kv_heads: int, head_dim: int, slots: int) -> Callable:
     """A macro for `attention_ops.attention_parts`."""
-    heads, head_dim, slots = sizes.heads, sizes.head_dim, sizes.slots
-    group, turns = heads // sizes.kv_heads, -(-slots // (CHAINS * CHAIN_SLOTS))
+    group, turns = heads // kv_heads, -(-slots // (CHAINS * CHAIN_SLOTS))
 
     def slot_of(c, turn, j):
         return T.min((turn * CHAINS + c) * CHAIN_SLOTS + j, slots - 1)

@@ -17,10 +17,9 @@ from relax_models.ops import (
     low_bit_dots,
     quantized,
     rms_norm,
+    rope_writer,
     stamp,
     stamped,
-    turned_high,
-    turned_low,
     with_residual,
 )
 
@@ -121,7 +120,7 @@ def norm_rope_kv_write(
     its first; the results are those of the latter.
     """
     half, heads = head_dim // 2, num_heads + 2 * num_kv_heads
-    first_v = num_heads + num_kv_heads
+    first_v, write = num_heads + num_kv_heads, rope_writer(num_heads, num_kv_heads, head_dim)
 
     def normed(qkv, square, q_norm, k_norm, i, h, d):
         mean = square[i, T.min(h, first_v - 1)] / T.float32(head_dim)
@@ -158,29 +157,6 @@ def norm_rope_kv_write(
             with T.sblock("normed"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
                 x[vi, vh * head_dim + vd] = normed(qkv, square, q_norm, k_norm, vi, vh, vd)
-        for i, h, d in T.grid(width, num_heads, half):
-            with T.sblock("rotate_q"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                q[vi, vh, vd] = turned_low(x, table, vi, vh * head_dim + vd, position[vi], vd)
-                q[vi, vh, half + vd] = turned_high(
-                    x, table, vi, vh * head_dim + vd, position[vi], vd
-                )
-        for i, h, d in T.grid(width, num_kv_heads, half):
-            with T.sblock("rotate_k"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                cache[0, vh, boundary[0] + vi, vd] = T.Cast(
-                    "float16",
-                    turned_low(x, table, vi, (num_heads + vh) * head_dim + vd, position[vi], vd),
-                )
-                cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
-                    "float16",
-                    turned_high(x, table, vi, (num_heads + vh) * head_dim + vd, position[vi], vd),
-                )
-        for i, h, d in T.grid(width, num_kv_heads, head_dim):
-            with T.sblock("write_v"):
-                vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                cache[1, vh, boundary[0] + vi, vd] = T.Cast(
-                    "float16", x[vi, (first_v + vh) * head_dim + vd]
-                )
+        write(x, position, boundary, table, cache, q, width)
 
     return stamp(func, "norm_rope_kv_write", eps=eps)

@@ -10,7 +10,7 @@ Floating-point sums are plain reductions here. A rule chooses one tree for them 
 at every width, so that a row's result does not depend on the bucket that it ran in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tvm import te, tirx
 from tvm.script import tirx as T
@@ -372,9 +372,8 @@ def rope_kv_write(
     i's k and v go to slot boundary + i. The caller keeps boundary + width <= slots and every
     position below `positions`.
     """
-    half = head_dim // 2
-    first_k = num_heads * head_dim
-    first_v = first_k + num_kv_heads * head_dim
+    half, columns = head_dim // 2, (num_heads + 2 * num_kv_heads) * head_dim
+    write = rope_writer(num_heads, num_kv_heads, head_dim)
 
     @T.prim_func(private=True, s_tir=True)
     def func(
@@ -386,35 +385,48 @@ def rope_kv_write(
         q_: T.handle,
     ):
         width = T.int64()
-        qkv = T.match_buffer(qkv_, (width, first_v + num_kv_heads * head_dim), "float32")
+        qkv = T.match_buffer(qkv_, (width, columns), "float32")
         position = T.match_buffer(position_, (width,), "int32")
         q = T.match_buffer(q_, (width, num_heads, head_dim), "float32")
+        write(qkv, position, boundary, table, cache, q, width)
+
+    return stamp(func, "rope_kv_write")
+
+
+def rope_writer(num_heads: int, num_kv_heads: int, head_dim: int) -> Callable:
+    """A macro that rotates x, writes its k and v to the cache and leaves its q in `q`: the body of
+    `rope_kv_write`."""
+    half, first_k = head_dim // 2, num_heads * head_dim
+    first_v = first_k + num_kv_heads * head_dim
+
+    @T.macro
+    def write(x, position, boundary, table, cache, q, width):
         for i, h, d in T.grid(width, num_heads, half):
             with T.sblock("rotate_q"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
-                q[vi, vh, vd] = turned_low(qkv, table, vi, vh * head_dim + vd, position[vi], vd)
+                q[vi, vh, vd] = turned_low(x, table, vi, vh * head_dim + vd, position[vi], vd)
                 q[vi, vh, half + vd] = turned_high(
-                    qkv, table, vi, vh * head_dim + vd, position[vi], vd
+                    x, table, vi, vh * head_dim + vd, position[vi], vd
                 )
         for i, h, d in T.grid(width, num_kv_heads, half):
             with T.sblock("rotate_k"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
                 cache[0, vh, boundary[0] + vi, vd] = T.Cast(
                     "float16",
-                    turned_low(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                    turned_low(x, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
                 )
                 cache[0, vh, boundary[0] + vi, half + vd] = T.Cast(
                     "float16",
-                    turned_high(qkv, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
+                    turned_high(x, table, vi, first_k + vh * head_dim + vd, position[vi], vd),
                 )
         for i, h, d in T.grid(width, num_kv_heads, head_dim):
             with T.sblock("write_v"):
                 vi, vh, vd = T.axis.remap("SSS", [i, h, d])
                 cache[1, vh, boundary[0] + vi, vd] = T.Cast(
-                    "float16", qkv[vi, first_v + vh * head_dim + vd]
+                    "float16", x[vi, first_v + vh * head_dim + vd]
                 )
 
-    return stamp(func, "rope_kv_write")
+    return write
 
 
 def turned_low(x, table, i, c, position, d):

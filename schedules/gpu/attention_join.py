@@ -161,87 +161,13 @@ def _folder(work: Workload, sizes: Pairs):
     return one_pair
 
 
-def attention_join(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.attention_ops.attention_join`. Raises ValueError for more than 32 chains or
-    a number that is no multiple of 16."""
-    sizes = _pairs(work)
+def _launcher(work: Workload, sizes: Pairs, finish):
+    """A macro for the whole kernel; `finish(results, sums, pair, lane)` is a macro that stores what
+    a lane has of a pair's attention."""
     one_pair, warps = _folder(work, sizes), sizes.warps
-    heads, head_dim, vector = sizes.heads, sizes.head_dim, sizes.vector
 
     @T.macro
-    def store(sums, out, pair, lane):
-        for turn in T.unroll(sizes.turns):
-            if (turn * WARP + lane) * vector < head_dim:
-                out[
-                    pair // heads,
-                    span(pair % heads * head_dim + (turn * WARP + lane) * vector, vector),
-                ] = sums[span(turn * vector, vector)]
-
-    @T.prim_func(private=True, s_tir=True)
-    def func(
-        tops: T.Buffer(work.shapes[0], "float32"),
-        norms: T.Buffer(work.shapes[1], "float32"),
-        mixed: T.Buffer(work.shapes[2], "float32"),
-        boundary: T.Buffer((1,), "int32"),
-        out: T.Buffer(work.shapes[4], "float32"),
-    ):
-        for bx in T.thread_binding(sizes.grid, thread="blockIdx.x"):
-            for tx in T.thread_binding(warps * WARP, thread="threadIdx.x"):
-                with T.sblock("join"):
-                    block = T.axis.spatial(sizes.grid, bx)
-                    thread = T.axis.spatial(warps * WARP, tx)
-                    sums = T.sblock_alloc_buffer((sizes.held,), "float32", scope="local")
-                    if block * warps + thread // WARP < sizes.count:
-                        one_pair(
-                            tops,
-                            norms,
-                            mixed,
-                            boundary,
-                            sums,
-                            block * warps + thread // WARP,
-                            thread % WARP,
-                        )
-                        store(sums, out, block * warps + thread // WARP, thread % WARP)
-
-    return func
-
-
-def attention_join_quantize(
-    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
-) -> tirx.PrimFunc | None:
-    """See `relax_models.fused_ops.attention_join_quantize`. Raises ValueError as `attention_join`
-    does, and for heads that are no whole groups."""
-    sizes = _pairs(work)
-    one_pair, warps, heads = _folder(work, sizes), sizes.warps, sizes.heads
-    if work.settings["group"] != GROUP or sizes.head_dim % GROUP:
-        raise ValueError(f"a head of {sizes.head_dim} elements is no whole groups of {GROUP}")
-
-    @T.macro
-    def encode(sums, q, scale, total, pair, lane):
-        for turn in T.unroll(sizes.turns):
-            quantize_group(
-                sums,
-                turn * LANE_COLUMNS,
-                q,
-                scale,
-                total,
-                pair // heads,
-                pair % heads * sizes.turns + turn,
-                lane,
-            )
-
-    @T.prim_func(private=True, s_tir=True)
-    def func(
-        tops: T.Buffer(work.shapes[0], "float32"),
-        norms: T.Buffer(work.shapes[1], "float32"),
-        mixed: T.Buffer(work.shapes[2], "float32"),
-        boundary: T.Buffer((1,), "int32"),
-        q: T.Buffer(work.shapes[4], "int8"),
-        scale: T.Buffer(work.shapes[5], "float32"),
-        total: T.Buffer(work.shapes[6], "int32"),
-    ):
+    def launch(tops, norms, mixed, boundary, results):
         for bx in T.thread_binding(sizes.grid, thread="blockIdx.x"):
             for tx in T.thread_binding(warps * WARP, thread="threadIdx.x"):
                 with T.sblock("join"):
@@ -259,6 +185,80 @@ def attention_join_quantize(
                             block * warps + thread // WARP,
                             thread % WARP,
                         )
-                        encode(sums, q, scale, total, block * warps + thread // WARP, thread % WARP)
+                        finish(results, sums, block * warps + thread // WARP, thread % WARP)
+
+    return launch
+
+
+def attention_join(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """See `relax_models.attention_ops.attention_join`. Raises ValueError for more than 32 chains or
+    a number that is no multiple of 16."""
+    sizes = _pairs(work)
+    heads, head_dim, vector = sizes.heads, sizes.head_dim, sizes.vector
+
+    @T.macro
+    def store(out, sums, pair, lane):
+        for turn in T.unroll(sizes.turns):
+            if (turn * WARP + lane) * vector < head_dim:
+                out[
+                    pair // heads,
+                    span(pair % heads * head_dim + (turn * WARP + lane) * vector, vector),
+                ] = sums[span(turn * vector, vector)]
+
+    launch = _launcher(work, sizes, store)
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        tops: T.Buffer(work.shapes[0], "float32"),
+        norms: T.Buffer(work.shapes[1], "float32"),
+        mixed: T.Buffer(work.shapes[2], "float32"),
+        boundary: T.Buffer((1,), "int32"),
+        out: T.Buffer(work.shapes[4], "float32"),
+    ):
+        launch(tops, norms, mixed, boundary, out)
+
+    return func
+
+
+def attention_join_quantize(
+    func: tirx.PrimFunc, work: Workload, target: tvm.target.Target
+) -> tirx.PrimFunc | None:
+    """See `relax_models.fused_ops.attention_join_quantize`. Raises ValueError as `attention_join`
+    does, and for heads that are no whole groups."""
+    sizes = _pairs(work)
+    heads = sizes.heads
+    if work.settings["group"] != GROUP or sizes.head_dim % GROUP:
+        raise ValueError(f"a head of {sizes.head_dim} elements is no whole groups of {GROUP}")
+
+    @T.macro
+    def encode(results, sums, pair, lane):
+        q, scale, total = results
+        for turn in T.unroll(sizes.turns):
+            quantize_group(
+                sums,
+                turn * LANE_COLUMNS,
+                q,
+                scale,
+                total,
+                pair // heads,
+                pair % heads * sizes.turns + turn,
+                lane,
+            )
+
+    launch = _launcher(work, sizes, encode)
+
+    @T.prim_func(private=True, s_tir=True)
+    def func(
+        tops: T.Buffer(work.shapes[0], "float32"),
+        norms: T.Buffer(work.shapes[1], "float32"),
+        mixed: T.Buffer(work.shapes[2], "float32"),
+        boundary: T.Buffer((1,), "int32"),
+        q: T.Buffer(work.shapes[4], "int8"),
+        scale: T.Buffer(work.shapes[5], "float32"),
+        total: T.Buffer(work.shapes[6], "int32"),
+    ):
+        launch(tops, norms, mixed, boundary, (q, scale, total))
 
     return func

@@ -70,35 +70,6 @@ def candidates(work: Workload, card: Card) -> list[SplitTile]:
     ]
 
 
-def announcer(plan: Plan, slots: int):
-    """A macro that has the L2 fetch a chain's first keys and values, and then waits for others.
-
-    Where the step begins may be written only now, so that what is read here may be that of a step
-    before: good enough for what is a hint, and the last few slots are in the L2 anyway.
-    """
-    row_bytes = 2 * plan.head_dim
-
-    @T.macro
-    def announce(cache, boundary, kv, first, chain, thread):
-        known = T.sblock_alloc_buffer((1,), "uint32", scope="local")
-        let_others_start()
-        # Of the blocks that share a chain one asks.
-        if (first == 0) and (thread == 0):
-            T.ptx["ld.relaxed.gpu.global.u32"](known[0], T.address_of(boundary[0]))
-            # Of no sign: a number that is none of a slot's is too large.
-            known[0] = T.min(known[0], T.uint32(slots))
-            if known[0] > T.Cast("uint32", chain * SLOTS):
-                known[0] = T.min(known[0] - T.Cast("uint32", chain * SLOTS), T.uint32(SLOTS))
-                for part in T.unroll(2):
-                    T.ptx["cp.async.bulk.prefetch.L2.global"](
-                        T.address_of(cache[part, kv, chain * SLOTS, 0]),
-                        known[0] * T.uint32(row_bytes),
-                    )
-        wait_for_others()
-
-    return announce
-
-
 def one_part_of(plan: Plan, sizes: Sizes, load_query=None):
     """A macro that adds up a chain of a block's pairs, if it has slots; `load_query` as
     `attention_mma.begin_with` takes it."""
@@ -227,12 +198,69 @@ class Grid:
         return block // self.blocks % self.kv_heads
 
     def first(self, block):
-        """Its first pair; blocks whose first is 0 share nothing."""
+        """Its first pair: 0 for one of the blocks that share a chain."""
         return block % self.blocks * self.pairs
 
     def chain(self, block, turn):
         """Chains with the earliest slots begin first."""
         return block // (self.blocks * self.kv_heads) + turn * self.splits
+
+
+def announcer(plan: Plan, grid: Grid, slots: int):
+    """A macro that has the L2 fetch a block's first keys and values, and then waits for others.
+
+    Where the step begins may be written only now, so that what is read here may be that of a step
+    before: good enough for what is a hint, and the last few slots are in the L2 anyway.
+    """
+    row_bytes = 2 * plan.head_dim
+
+    @T.macro
+    def fetch(cache, boundary, kv, chain):
+        known = T.sblock_alloc_buffer((1,), "uint32", scope="local")
+        T.ptx["ld.relaxed.gpu.global.u32"](known[0], T.address_of(boundary[0]))
+        # Of no sign: a number that is none of a slot's is too large.
+        known[0] = T.min(known[0], T.uint32(slots))
+        if known[0] > T.Cast("uint32", chain * SLOTS):
+            known[0] = T.min(known[0] - T.Cast("uint32", chain * SLOTS), T.uint32(SLOTS))
+            for part in T.unroll(2):
+                T.ptx["cp.async.bulk.prefetch.L2.global"](
+                    T.address_of(cache[part, kv, chain * SLOTS, 0]),
+                    known[0] * T.uint32(row_bytes),
+                )
+
+    @T.macro
+    def announce(cache, boundary, block, thread):
+        let_others_start()
+        # Of the blocks that share a chain one asks.
+        if (grid.first(block) == 0) and (thread == 0):
+            fetch(cache, boundary, grid.kv(block), grid.chain(block, 0))
+        wait_for_others()
+
+    return announce
+
+
+def all_parts_of(grid: Grid, one_part):
+    """A macro that adds up the chains of a block; `one_part` is that of `one_part_of`."""
+
+    @T.macro
+    def all_parts(q, cache, known, visible, results, block, thread):
+        tops, norms, mixed = results
+        for turn in T.serial(grid.turns):
+            one_part(
+                q,
+                cache,
+                known,
+                visible,
+                tops,
+                norms,
+                mixed,
+                grid.kv(block),
+                grid.first(block),
+                grid.chain(block, turn),
+                thread,
+            )
+
+    return all_parts
 
 
 def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
@@ -241,7 +269,8 @@ def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
     width, heads, head_dim = work.shapes[0]
     cache_shape, chains = work.shapes[1], plan.chains
     sizes, grid = Sizes(head_dim, plan.tile.tiles), Grid.of(plan, cache_shape[1])
-    announce, one_part = announcer(plan, cache_shape[2]), one_part_of(plan, sizes)
+    announce = announcer(plan, grid, cache_shape[2])
+    all_parts = all_parts_of(grid, one_part_of(plan, sizes))
 
     @T.prim_func(private=True, s_tir=True)
     def func(
@@ -259,31 +288,11 @@ def _parts(work: Workload, plan: Plan, early: bool) -> tirx.PrimFunc:
                     block = T.axis.spatial(grid.size, bx)
                     thread = T.axis.spatial(THREADS, tx)
                     if early:
-                        announce(
-                            cache,
-                            boundary,
-                            grid.kv(block),
-                            grid.first(block),
-                            grid.chain(block, 0),
-                            thread,
-                        )
+                        announce(cache, boundary, block, thread)
                     # Read once: the loads of the cache are text that a compiler cannot look into.
                     known = T.sblock_alloc_buffer((1,), "int32", scope="local")
                     known[0] = boundary[0]
-                    for turn in T.serial(grid.turns):
-                        one_part(
-                            q,
-                            cache,
-                            known[0],
-                            visible,
-                            tops,
-                            norms,
-                            mixed,
-                            grid.kv(block),
-                            grid.first(block),
-                            grid.chain(block, turn),
-                            thread,
-                        )
+                    all_parts(q, cache, known[0], visible, (tops, norms, mixed), block, thread)
 
     return func
 

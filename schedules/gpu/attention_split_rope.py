@@ -11,7 +11,13 @@ from tvm.script import tirx as T
 
 from schedules.gpu import attention_split
 from schedules.gpu.attention_fragments import SLOTS, THREADS, WARPS, WORDS, Sizes
-from schedules.gpu.attention_split import Grid, SplitTile, announcer, one_part_of
+from schedules.gpu.attention_split import (
+    Grid,
+    SplitTile,
+    all_parts_of,
+    announcer,
+    one_part_of,
+)
 from schedules.gpu.attention_warp import MASK_WORDS, Plan, plan_of
 from schedules.gpu.heads import SIDES, Heads, key_value_writer, loader, rotator
 from schedules.gpu.thread import WARP, ceil_div, overlaps, span
@@ -127,24 +133,17 @@ def _block(work: Workload, tile: SplitTile, early: bool):
     plan = plan_of(inner, tile, work.settings["chains"], SLOTS)
     heads = Heads(width, queries, cache_shape[1], head_dim)
     grid, sizes = Grid.of(plan, cache_shape[1]), Sizes(head_dim, tile.tiles)
-    announce = announcer(plan, cache_shape[2])
+    announce = announcer(plan, grid, cache_shape[2])
     stride, load_query = _own_queries(head_dim)
-    make, one_part = _maker(plan, heads, grid.splits), one_part_of(plan, sizes, load_query)
+    make = _maker(plan, heads, grid.splits)
+    all_parts = all_parts_of(grid, one_part_of(plan, sizes, load_query))
 
     @T.macro
     def one_block(source, boundary, cache, visible, results, block, thread):
-        tops, norms, mixed = results
         turned = T.sblock_alloc_buffer((tile.pairs * stride,), "float32", scope="shared")
         known = T.sblock_alloc_buffer((1,), "int32", scope="local")
         if early:
-            announce(
-                cache,
-                boundary,
-                grid.kv(block),
-                grid.first(block),
-                grid.chain(block, 0),
-                thread,
-            )
+            announce(cache, boundary, block, thread)
         # Read once: the loads of the cache are text that a compiler cannot look into.
         known[0] = boundary[0]
         # A block's first chain has the earliest slots.
@@ -162,20 +161,7 @@ def _block(work: Workload, tile: SplitTile, early: bool):
             )
             # Behind it a block sees what it wrote to the cache, too.
             T.tvm_storage_sync("shared")
-            for turn in T.serial(grid.turns):
-                one_part(
-                    turned,
-                    cache,
-                    known[0],
-                    visible,
-                    tops,
-                    norms,
-                    mixed,
-                    grid.kv(block),
-                    grid.first(block),
-                    grid.chain(block, turn),
-                    thread,
-                )
+            all_parts(turned, cache, known[0], visible, results, block, thread)
 
     return grid, one_block
 

@@ -268,8 +268,7 @@ def _visible(width: int) -> np.ndarray:
 
 def _cache_reads(task: "Task") -> int:
     """Keys and values of the slots in use."""
-    shape = next(shape for shape in task.shapes if len(shape) == 4)
-    _, kv_heads, slots, head_dim = shape
+    _, kv_heads, slots, head_dim = next(shape for shape in task.shapes if len(shape) == 4)
     return 4 * kv_heads * min(FILL + task.key.width, slots) * head_dim
 
 

@@ -6,7 +6,7 @@ gathered at once and layer by layer.
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from test_bitmtp_tvm_training_optimizers import Matrices
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -18,14 +18,6 @@ from bitmtp_tvm.training.parallel import share, world
 from relax_models.config import ModelConfig
 
 SHAPES = [(33, 32), (33, 32), (24, 40), (1, 16)]
-
-
-class Matrices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.some_norm = nn.LayerNorm(8)
-        for i, (rows, columns) in enumerate(SHAPES):
-            setattr(self, f"m{i}_proj", nn.Linear(columns, rows, bias=False))
 
 
 CONFIG = {
@@ -61,7 +53,7 @@ def check_gradients(here):
 
 def check_muon():
     torch.manual_seed(0)
-    whole, sharded = Matrices(), Matrices()
+    whole, sharded = Matrices(SHAPES), Matrices(SHAPES)
     sharded.load_state_dict(whole.state_dict())
     fully_shard(sharded, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     options = TrainOptions(lr=0.01, weight_decay=0.3)

@@ -18,10 +18,10 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 class Matrices(nn.Module):
-    def __init__(self):
+    def __init__(self, shapes=SHAPES):
         super().__init__()
         self.some_norm = nn.LayerNorm(8)
-        for i, (rows, columns) in enumerate(SHAPES):
+        for i, (rows, columns) in enumerate(shapes):
             setattr(self, f"m{i}_proj", nn.Linear(columns, rows, bias=False))
 
     def matrices(self):
@@ -61,9 +61,11 @@ def test_orthogonal_matrices_have_singular_values_near_one(shape):
     assert values.min() > 0.6 and values.max() < 1.3
 
 
-def test_what_is_sharded_gives_what_is_whole():
-    """Muon's steps and gradients; of a matrix with one row the second process has nothing."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("processes", [2, 3])
+def test_what_is_sharded_gives_what_is_whole(processes):
+    """Muon's steps and gradients; processes behind the first have nothing of the matrix with one
+    row."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
     done = subprocess.run(
         [sys.executable, *launch, ROOT / "tests" / "sharded.py"],
         cwd=ROOT,

@@ -139,8 +139,8 @@ def test_a_block_needs_room():
         packed_of(torch.zeros(1, 4, dtype=torch.long), torch.tensor([[0]]))
 
 
-@pytest.mark.parametrize("kl", [True, False])
-def test_the_loss_is_the_formula(kl):
+@pytest.mark.parametrize("share", [0.5, 0.0, 1.0])
+def test_the_loss_is_the_formula(share):
     model, tokens = model_of(BITNET), text()
     packed = packed_of(tokens)
     hidden = hidden_of(model, packed)
@@ -158,9 +158,9 @@ def test_the_loss_is_the_formula(kl):
                 p = clean[b, ANCHORS[b, a] + j + 1]
                 one = -q[tokens[b, ANCHORS[b, a] + j + 2]]
                 two = functional.kl_div(q, p, log_target=True, reduction="sum")
-                over += weight * (0.5 * (one + two) if kl else one)
+                over += weight * ((1 - share) * one + share * two)
                 under += weight
-    losses = joint_loss(model, packed, Weights(0.7, 0.85, kl))
+    losses = joint_loss(model, packed, Weights(0.7, 0.85, share))
     assert losses.total.item() == pytest.approx(float(ntp + 0.7 * over / under), rel=1e-5)
     assert losses.ntp.item() == pytest.approx(float(ntp), rel=1e-5)
     losses.total.backward()

@@ -139,7 +139,7 @@ class Run:
             torch.set_float32_matmul_precision("high")
             for layer in self.decoder.model.layers:
                 layer.compile(dynamic=False)
-        weights = Weights(options.mtp_weight, options.mtp_decay, options.kl)
+        weights = Weights(options.mtp_weight, options.mtp_decay, options.kl_share)
         self.objective = Objective(self.decoder, weights, compiled)
         self.model = share(self.objective, self.here)
         fused = self.here.device.type == "cuda"

@@ -1,8 +1,8 @@
 """The joint objective: next token and several tokens at once, in one packed forward.
 
-loss = CE_NTP + λ · Σ_j g^(j-1) [½ CE(m_j) + ½ KL(stop-grad p(· | clean) ‖ q(m_j))] / Σ_j g^(j-1),
-each a mean over the rows that count. The teacher of a mask row is the clean row that predicts the
-same token in the same forward; without KL the mask rows' CE counts whole.
+loss = CE_NTP + λ · Σ_j g^(j-1) [(1 - s) CE(m_j) + s KL(stop-grad p(· | clean) ‖ q(m_j))] / Σ_j
+g^(j-1), each a mean over the rows that count. The teacher of a mask row is the clean row that
+predicts the same token in the same forward.
 """
 
 from collections.abc import Callable
@@ -30,11 +30,11 @@ _MaskSums = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Weights:
-    """What the parts of the objective count: λ, g, and whether there is a teacher."""
+    """What the parts of the objective count: λ, g, and s, the share of what the teacher says."""
 
-    mtp: float = 1.0
+    mtp: float = 0.3
     decay: float = 0.85
-    kl: bool = True
+    kl_share: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def joint_loss(
     decayed = packed.mask_weights * _decayed(packed, weights)
     sums = heads.masks(hidden[:, length:], teachers, packed.mask_targets, decayed)
     ce, kl = (sums / divisors[1]).unbind()
-    drafts = 0.5 * (ce + kl) if weights.kl else ce
+    drafts = (1 - weights.kl_share) * ce + weights.kl_share * kl
     return Losses(ntp + weights.mtp * drafts, ntp.detach(), ce.detach(), kl.detach())
 
 

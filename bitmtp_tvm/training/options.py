@@ -40,10 +40,10 @@ class TrainOptions:
     mask_token_id: int | None = None
     block_size: int | None = None
     block_attention: str | None = None
-    anchors: int = 64
-    mtp_weight: float = 1.0
+    anchors: int = 128
+    mtp_weight: float = 0.3
     mtp_decay: float = 0.85
-    kl: bool = True
+    kl_share: float = 1.0
     ntp_only: bool = False
     train_only: str = "all"
     # The batches and the budget.
@@ -111,10 +111,10 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UsageError(f"{_flag(name)} is {value}; it must be above 0")
-        for name, most in (("warmup", 1), ("decay", 1), ("mtp_decay", 1), ("ema", 1)):
+        for name in ("warmup", "decay", "mtp_decay", "kl_share", "ema"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value <= most:
-                raise UsageError(f"{_flag(name)} is {value}; it must lie between 0 and {most}")
+            if value is not None and not 0 <= value <= 1:
+                raise UsageError(f"{_flag(name)} is {value}; it must lie between 0 and 1")
         for name in ("mtp_weight", "weight_decay", "anchors", "seed"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{_flag(name)} is {getattr(self, name)}; it must not be negative")

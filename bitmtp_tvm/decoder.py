@@ -112,10 +112,12 @@ class Decoder:
 
     def policy(self, options: DecodeOptions) -> Policy:
         """The policy for `options`, with what it learned while they were the same."""
-        learns = options.mode not in UNVERIFIED
-        if not learns or self._policy is None or self._policy[0] != options:
+        if self._policy is None or self._policy[0] != options:
             self._policy = options, Policy(options, self.session.widths, self._times)
-        return self._policy[1]
+        policy = self._policy[1]
+        if options.mode in UNVERIFIED:
+            policy.forget()
+        return policy
 
     def prefill(self) -> None:
         """Materialise all but the last token, which is the first pending one."""
@@ -199,10 +201,13 @@ class TokenStream(Iterator[int]):
         self._check_finite(self._loop)
         flight.resume()
         self._loop.fill()
-        self._ready.extend(self._loop.read())
-        # Where the device works by itself, let it, while the caller looks at these tokens.
-        if self._decoder.session.depth > 1:
-            self._loop.fill()
+        committed = self._loop.read()
+        try:
+            # Where the device works by itself, let it, before anybody looks at these tokens.
+            if self._decoder.session.depth > 1:
+                self._loop.fill()
+        finally:
+            self._ready.extend(committed)
         if not flight or self._loop.finish != Finish.RUNNING:
             flight.pause()
         if not self._ready:

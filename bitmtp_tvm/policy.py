@@ -153,12 +153,18 @@ class Policy:
         elif options.mode != "ar":
             self._current = fixed_choice(options, widths)
         self._by_words = {_key(c.words): c for c in (*self._candidates, self._plain)}
-        self._acceptance = Acceptance(options.block_size, alone=options.mode in UNVERIFIED)
-        self._incumbent = self._current
+        self._first = self._current
+        self.forget()
         best = max((self._rate(c) for c in self._candidates), default=0.0)
         promising = best > PROMISING * self._rate(self._plain)
         self._loss = PROMISING_LOSS if promising else LOSS
         self._grace = PROMISING_GRACE if promising else GRACE
+
+    def forget(self) -> None:
+        """Be as new: nothing is learned, and nothing lost."""
+        alone = self._options.mode in UNVERIFIED
+        self._acceptance = Acceptance(self._options.block_size, alone)
+        self._current = self._incumbent = self._first
         # Milliseconds: lost to plain decoding so far, and what plain decoding would have taken.
         self._lost = self._plain_time = 0.0
         self._begin()

@@ -1,7 +1,7 @@
 """Keeps the device in steps for one request: which chunk comes next, and what came back."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +66,15 @@ def first_places(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     return seen
 
 
+def committed(ring: np.ndarray, start: int, end: int) -> Iterator[Committed]:
+    """The tokens at the positions from `start` to `end`, out of a ring `(3, RING)` int32."""
+    columns = np.arange(start, end) % RING
+    tokens, logprobs, kinds = (ring[row, columns] for row in Ring)
+    values = tokens.tolist(), logprobs.view(np.float32).tolist(), kinds.tolist()
+    for token, logprob, kind in zip(*values, strict=True):
+        yield Committed(token, logprob, Kind(kind))
+
+
 class StepLoop:
     """One request on the device. `state`: as it was last read back, `(STATE_WORDS,)` int32."""
 
@@ -109,19 +118,12 @@ class StepLoop:
             self._flight.run(width, steps)
             self._chunks_run += 1
 
-    def read(self) -> list[Committed]:
-        """Wait for the oldest chunk; the tokens that it committed."""
+    def read(self) -> Iterator[Committed]:
+        """Wait for the oldest chunk; the tokens that it committed, made only as they are taken."""
         before = int(self.state[Word.LENGTH])
         self.state, ring = self._flight.read()
         self._choice = self._policy.update(self.state)
-        columns = np.arange(before, self.state[Word.LENGTH]) % RING
-        tokens, logprobs, kinds = (ring[row, columns] for row in Ring)
-        return [
-            Committed(token, logprob, Kind(kind))
-            for token, logprob, kind in zip(
-                tokens.tolist(), logprobs.view(np.float32).tolist(), kinds.tolist(), strict=True
-            )
-        ]
+        return committed(ring, before, int(self.state[Word.LENGTH]))
 
     def _write(self) -> None:
         words = self._choice.words

@@ -150,6 +150,27 @@ def test_after_an_interrupt_the_next_generation_is_right(call, done, depth, monk
         assert list(ask(decoder, again, stop(20), "speculative")) == expected
 
 
+@pytest.mark.parametrize("mode", ["ar", "speculative", "hybrid"])
+def test_an_interrupt_takes_no_tokens_from_a_stream_that_is_read_on(mode, monkeypatch):
+    for after in (1, 2, 3):
+        decoder, left = decoder_of(depth=2), [after]
+        session, real = decoder.session, decoder.session.run
+
+        def interrupted(*arguments, real=real, left=left):
+            left[0] -= 1
+            if not left[0]:
+                raise KeyboardInterrupt
+            return real(*arguments)
+
+        monkeypatch.setattr(session, "run", interrupted)
+        stream, found = ask(decoder, PROMPT, stop(20), mode), []
+        with suppress(KeyboardInterrupt):
+            for token in stream:
+                found.append(token)
+        assert left[0] == 0 and len(found) < 20
+        assert found + list(stream) == session.model.continuation(PROMPT, 20)
+
+
 def test_a_policy_learns_from_one_request_to_the_next():
     decoder = decoder_of()
     options = resolve(mtp_of(decoder.session.model), WIDTHS)

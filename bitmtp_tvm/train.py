@@ -98,7 +98,7 @@ def add_objective_options(parser: argparse.ArgumentParser) -> None:
     add("--mask-token-id", type=int, metavar="ID", help="default: the model's, or <|mask|>")
     add("--block-size", type=positive, metavar="K", help="mask rows (default the model's, or 8)")
     add("--block-attention", choices=BLOCK_ATTENTIONS, help="default the model's, or causal")
-    add("--anchors", type=int, metavar="N", help="mask blocks a window (default 128)")
+    add("--anchors", type=int, metavar="N", help="mask blocks a window (default: one for 8 tokens)")
     add("--mtp-weight", type=float, metavar="X", help="of the mask rows' loss (default 0.3)")
     add("--mtp-decay", type=float, metavar="X", help="from one mask row to the next (default 0.85)")
     add("--kl-share", type=float, metavar="F", help="1 (default): learn from clean rows; 0: text")

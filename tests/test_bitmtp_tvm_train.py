@@ -263,12 +263,18 @@ def test_shipped_recipes_fit_the_options():
         for o in found:
             o.check()
             assert not o.batch_tokens % (o.length * o.micro_batch)
-            rows_ = o.anchors * (o.block_size or 8)
+            rows_ = o.blocks * (o.block_size or 8)
             assert not o.length % 128 and not rows_ % 128
             values = {"vocab_size": 8192, **o.config}
             from relax_models.config import ModelConfig
 
             assert ModelConfig.from_dict(values).max_position_embeddings >= o.length
+
+
+def test_a_window_has_a_block_of_mask_rows_for_eight_tokens():
+    found = [TrainOptions(length=length).blocks for length in (2048, 1024, 20, 4)]
+    assert found == [256, 128, 2, 1]
+    assert TrainOptions(length=2048, anchors=3).blocks == 3
 
 
 REFUSED = {
@@ -288,6 +294,8 @@ REFUSED = {
     "no end of it": (["--lr", "inf"], "--lr is inf"),
     "a seed": (["--seed", "-1"], "--seed is -1; it must not be negative"),
     "no masks": (["--anchors", "0"], "say --ntp-only"),
+    "fewer than none": (["--anchors", "-1"], "--anchors is -1; it must not be negative"),
+    "more than all": (["--kl-share", "1.5"], "--kl-share is 1.5; it must lie between 0 and 1"),
     "recipe": (["--recipe", "nonsense"], "neither a file nor one of: demo"),
     "output": (["--clip", "-1"], "must be above 0"),
 }

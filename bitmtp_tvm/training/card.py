@@ -22,7 +22,7 @@ _RECIPE = (
     "seed",
     "dtype",
 )
-_OBJECTIVE = ("anchors", "mtp_weight", "mtp_decay", "kl_share", "train_only")
+_OBJECTIVE = ("blocks", "mtp_weight", "mtp_decay", "kl_share", "train_only")
 
 
 def write_card(

@@ -120,13 +120,13 @@ class Run:
                 f"x processes, {whole}"
             )
         self.micro_batches = options.batch_tokens // whole
-        rows = options.anchors * self.mtp.block_size if self.mtp else 0
+        rows = options.blocks * self.mtp.block_size if self.mtp else 0
         if compiled and (options.length % FLEX_BLOCK or rows % FLEX_BLOCK):
             raise UsageError(
                 f"--length and --anchors x block size must be multiples of {FLEX_BLOCK} on a GPU, "
                 f"not {options.length} and {rows}"
             )
-        common = (options.length, options.anchors, self.mtp)
+        common = (options.length, options.blocks, self.mtp)
         self.batches = Batches(self.data.train, *common, options.seed, here.device, compiled)
         self.held_out = None
         if self.data.validation is not None:

@@ -40,7 +40,7 @@ class TrainOptions:
     mask_token_id: int | None = None
     block_size: int | None = None
     block_attention: str | None = None
-    anchors: int = 128
+    anchors: int | None = None
     mtp_weight: float = 0.3
     mtp_decay: float = 0.85
     kl_share: float = 1.0
@@ -77,6 +77,11 @@ class TrainOptions:
     packed: bool = False
     shard_mb: int = 256
     tensorboard: bool = False
+
+    @property
+    def blocks(self) -> int:
+        """Mask blocks a window: `anchors`, or one for eight tokens."""
+        return max(1, self.length // 8) if self.anchors is None else self.anchors
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -116,13 +121,14 @@ class TrainOptions:
             if value is not None and not 0 <= value <= 1:
                 raise UsageError(f"{_flag(name)} is {value}; it must lie between 0 and 1")
         for name in ("mtp_weight", "weight_decay", "anchors", "seed"):
-            if getattr(self, name) < 0:
-                raise UsageError(f"{_flag(name)} is {getattr(self, name)}; it must not be negative")
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise UsageError(f"{_flag(name)} is {value}; it must not be negative")
 
     def _check_masks(self) -> None:
-        if self.train_only == "masks" and (self.ntp_only or not self.anchors):
+        if self.train_only == "masks" and (self.ntp_only or not self.blocks):
             raise UsageError("--train-only masks needs mask rows: leave --ntp-only and --anchors 0")
-        if not self.ntp_only and not self.anchors:
+        if not self.ntp_only and not self.blocks:
             raise UsageError("--anchors 0 leaves no mask rows: say --ntp-only if that is meant")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from bitmtp_tvm.arguments import positive
 from bitmtp_tvm.checkpoint.jsonfile import read_json
 from bitmtp_tvm.cli import run
-from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.training.options import (
     DTYPES,
     OPTIMIZERS,
@@ -47,6 +47,8 @@ def work(given: dict[str, Any]) -> None:
         if name in given:
             given[name] = tuple(given[name])
     runs, recipe = given.pop("runs", None), given.pop("recipe", None)
+    if runs is not None and recipe is not None:
+        raise UsageError("give one of --runs and --recipe")
     _require_torch()
     if runs is not None:
         from bitmtp_tvm.training.ablation import read_runs, run_all

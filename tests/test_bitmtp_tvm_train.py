@@ -8,20 +8,24 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from imports import ROOT, modules, names_used, within
 from lost_signal import Losing
+from safetensors import SafetensorError
 from tiny_training import BITNET, MASK, QWEN3, write_text, write_tokenizer
 
 from bitmtp_tvm.checkpoint import open_checkpoint
+from bitmtp_tvm.errors import UsageError
 from bitmtp_tvm.train import main
-from bitmtp_tvm.training import sources
+from bitmtp_tvm.training import checkpoint, sources
 from bitmtp_tvm.training.ablation import read_runs
 from bitmtp_tvm.training.checkpoint import load, save
 from bitmtp_tvm.training.loop import Run
+from bitmtp_tvm.training.model import TrainableDecoder
 from bitmtp_tvm.training.options import RECIPES, RUNS, TrainOptions, combined, read_recipe
 
 SHAPE = {k: v for k, v in asdict(replace(BITNET, mtp=None)).items() if k != "vocab_size"}
@@ -100,7 +104,7 @@ def test_a_run_learns_and_says_what_it_did(trained):
 def test_a_ctrl_c_that_was_lost_ends_the_run(place, tmp_path, monkeypatch):
     losing = Losing()
     monkeypatch.setattr(Run, "_one_step", losing)
-    monkeypatch.setattr(Run, "_report", lambda run, logs, gathered: None)
+    monkeypatch.setattr(Run, "_report", lambda run, logs: None)
     assert main(options(place, tmp_path / "out")) == 130 and losing.calls == 1
 
 
@@ -137,14 +141,68 @@ def test_a_killed_run_goes_on_to_the_same_numbers(place, trained):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
     )
-    while child.poll() is None and not (output / "state.pt").exists():
+    # Far enough for the mean of the weights to be another than the weights.
+    while child.poll() is None and not ((output / "train.csv").exists() and len(rows(output)) > 8):
         time.sleep(0.01)
     child.send_signal(signal.SIGKILL)
     assert child.wait() == -signal.SIGKILL, "the run was over before it could be killed"
     assert len(rows(output)) < 24
     assert main([*command, "--resume"]) == 0
     assert losses(output) == losses(trained)
+    tables = [rows(run, "validation.csv") for run in (output, trained)]
+    for one, other in zip(*tables, strict=True):
+        assert {**one, "seconds": ""} == {**other, "seconds": ""}
     assert same_weights(output, trained)
+
+
+def test_the_mean_of_the_weights_is_what_is_saved(place, tmp_path):
+    # A mean that keeps all of what it was is that of the beginning.
+    command = options(place, tmp_path / "out", "--ema", "1", "--tokens", "512")
+    assert main(command) == 0
+    saved = load(tmp_path / "out")
+    first = TrainableDecoder(saved.config)
+    first.initialise(0)
+    for one, two in zip(saved.parameters(), first.parameters(), strict=True):
+        assert torch.equal(one, two.bfloat16().float())
+
+
+def test_a_row_of_the_table_is_whole_though_a_pause_came_between(place, tmp_path):
+    few = ["--tokens", "1536", "--log-every", "5"]
+    command = options(place, tmp_path / "paused", *few)
+    assert main([*command, "--pause-after", "1e-6"]) == 0
+    assert main([*command, "--resume"]) == 0
+    assert main(options(place, tmp_path / "whole", *few)) == 0
+    assert losses(tmp_path / "paused") == losses(tmp_path / "whole")
+    assert [row[0] for row in losses(tmp_path / "whole")] == ["5", "10", "12"]
+
+
+def test_a_run_that_diverges_fails(place, tmp_path, capsys):
+    command = options(place, tmp_path / "out", "--lr", "1e30", "--warmup", "0")
+    assert main(command) == 1
+    assert "try a smaller --lr" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
+def test_what_is_no_run_is_left_alone(place, tmp_path, capsys):
+    kept = tmp_path / "out" / "model-old.safetensors"
+    kept.parent.mkdir()
+    kept.write_text("mine")
+    assert main(options(place, kept.parent)) == 2
+    assert "model-old.safetensors is none of a run's files" in capsys.readouterr().err
+    kept.rename(kept.with_name("train.csv"))
+    assert main(options(place, kept.parent)) == 1
+    assert "train.csv is no table of a run" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_is_one_line(place, tmp_path, capsys, monkeypatch):
+    def full(tensors, path, **_):
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    assert main(options(place, tmp_path / "out", "--tokens", "256")) == 1
+    assert "model.safetensors cannot be written: No space left" in capsys.readouterr().err
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 def test_a_pause_is_no_end(place, trained):
@@ -236,6 +294,8 @@ def test_a_qwen3_is_trained_by_its_rule(place, tmp_path, capsys):
     more = ["--model", str(tmp_path / "out"), "--tokens", "256"]
     assert main(options(place, tmp_path / "more", *more)) == 0
     assert load(tmp_path / "more").quantizer.name == "ternary-g128"
+    assert main(options(place, tmp_path / "other", *more, "--quant-threshold", "0.7")) == 0
+    assert load(tmp_path / "other").quantizer.threshold == 0.7
 
 
 def test_runs_of_a_file_give_a_table(place, tmp_path, capsys):
@@ -298,6 +358,13 @@ REFUSED = {
     "more than all": (["--kl-share", "1.5"], "--kl-share is 1.5; it must lie between 0 and 1"),
     "recipe": (["--recipe", "nonsense"], "neither a file nor one of: demo"),
     "output": (["--clip", "-1"], "must be above 0"),
+    "more blocks than tokens": (["--anchors", "33"], "--anchors is 33; it must be at most 32"),
+    "a large seed": (["--seed", str(1 << 63)], "it must be at most"),
+    "less than a step": (["--tokens", "127"], "is less than one step, --batch-tokens 128"),
+    "a threshold": (["--quant-threshold", "0.5"], "--quant-threshold is for a Qwen3"),
+    "two files": (["--runs", "steps", "--recipe", "demo"], "one of --runs and --recipe"),
+    "no runs": (["--runs", "nonsense"], "neither a file nor one of: ablation, steps"),
+    "no validation": (["--validation-data", "nowhere"], "--validation-data: nowhere is not there"),
 }
 
 
@@ -313,7 +380,42 @@ def test_what_does_not_fit_is_one_line(place, tmp_path, capsys, name):
     shown = capsys.readouterr().err
     assert code in (1, 2)
     assert reason in shown
-    assert not (tmp_path / "out" / "config.json").exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("shape", "reason"),
+    [
+        ({"intermediate_size": 42}, "--packed: matrices of 42 rows, not a multiple of 4"),
+        ({"intermediate_size": 131072}, "rows of 131072 are too long"),
+    ],
+)
+def test_a_shape_that_does_not_fit_is_refused_before_anything_is_trained(
+    place, tmp_path, capsys, shape, reason
+):
+    (tmp_path / "shape.json").write_text(json.dumps({**SHAPE, **shape}))
+    command = options(place, tmp_path / "out", "--packed")
+    command[command.index("--config") + 1] = str(tmp_path / "shape.json")
+    assert main(command) == 2
+    assert reason in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "tokens", "ablation.md"])
+def test_the_name_of_a_run_is_that_of_a_folder_of_its_own(tmp_path, name):
+    (tmp_path / "runs.json").write_text(json.dumps({"runs": {name: {}}}))
+    given = {"output": tmp_path / "out", "data": ("x",), "preset": "bitnet-2b", "minutes": 1.0}
+    with pytest.raises(UsageError, match="is no name"):
+        read_runs(str(tmp_path / "runs.json"), given)
+
+
+def test_what_sets_a_run_apart_is_not_undone(tmp_path):
+    runs = {"base": {"tokens": 10**6}, "runs": {"a": {}, "b": {"minutes": 2.0}}}
+    (tmp_path / "runs.json").write_text(json.dumps(runs))
+    given = {"output": tmp_path / "out", "data": ("x",), "preset": "bitnet-2b"}
+    for more in ({}, {"tokens": 2 * 10**6}):
+        found = read_runs(str(tmp_path / "runs.json"), {**given, **more})
+        assert (found["b"].minutes, found["b"].tokens) == (2.0, None)
+        assert found["a"].tokens == more.get("tokens", 10**6)
 
 
 def test_a_tokenizer_without_mask_token_needs_an_id(place, tmp_path, capsys):

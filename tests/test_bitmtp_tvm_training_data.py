@@ -117,11 +117,43 @@ def test_shards_of_another_tokenizer_are_refused_and_nothing_remains(tmp_path, v
     assert not list((tmp_path / "cache").iterdir())
 
 
+def test_shards_of_one_name_all_count(tmp_path, vocabulary):
+    for name, ids in ("a", [BOS, 1, EOS]), ("b", [BOS, 2, 3, EOS]):
+        (tmp_path / name).mkdir()
+        write_xz(tmp_path / name / "train.bin.xz", ids)
+    places = [str(tmp_path / name) for name in "ab"]
+    made = prepare(places, [], vocabulary, tmp_path / "cache")
+    assert np.concatenate(made.train.parts).tolist() == [BOS, 1, EOS, BOS, 2, 3, EOS]
+
+
+def test_what_is_hidden_in_a_folder_is_no_data_but_the_folder_may_be(tmp_path, vocabulary):
+    folder = write_text(tmp_path / ".hidden" / "code", 3)
+    write_text(folder / ".git", 5)
+    made = prepare([f"{folder}/../code"], [], vocabulary, tmp_path / "cache")
+    assert (np.concatenate(made.train.parts) == BOS).sum() == 3
+
+
+def test_what_a_run_writes_is_no_data(tmp_path, vocabulary):
+    folder = write_text(tmp_path / "code", 3)
+    cache, output = folder / "out.tokens", folder / "out"
+    first = prepare([str(folder)], [], vocabulary, cache, output)
+    write_text(output, 2)
+    assert prepare([str(folder)], [], vocabulary, cache, output).train.tokens == first.train.tokens
+    assert len(list(cache.iterdir())) == 1
+
+
 @pytest.mark.parametrize(
-    ("line", "reason"), [("{", "is not valid JSON"), ('{"code": "x"}', "has no text")]
+    ("line", "reason"),
+    [
+        (b"{", "is not valid JSON"),
+        (b'{"code": "x"}', "has no text"),
+        (b'{"text": "\xff"}', "is not valid JSON: 'utf-8' codec"),
+        (b"[" * 200000, "is not valid JSON"),
+        (b'{"text": "\\ud800"}', "is no text"),
+    ],
 )
 def test_a_bad_line_is_named(tmp_path, vocabulary, line, reason):
-    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' + line + "\n")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x"}\n' + line + b"\n")
     with pytest.raises(BitMTPError, match=rf"a\.jsonl:2 {reason}"):
         prepare([str(tmp_path / "a.jsonl")], [], vocabulary, tmp_path / "cache")
 
@@ -129,6 +161,16 @@ def test_a_bad_line_is_named(tmp_path, vocabulary, line, reason):
 def test_missing_data_is_refused(tmp_path, vocabulary):
     with pytest.raises(UsageError, match="nowhere is not there"):
         prepare([str(tmp_path / "nowhere")], [], vocabulary, tmp_path / "cache")
+    folder, empty = write_text(tmp_path / "code", 3), tmp_path / "empty.py"
+    empty.write_text("")
+    with pytest.raises(UsageError, match=r"empty\.py holds nothing to validate on"):
+        prepare([str(folder)], [str(empty)], vocabulary, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("ids", [{"bos": 999999}, {"eos": -5}, {"bos": "x"}])
+def test_an_end_that_no_token_is_is_refused(vocabulary, ids):
+    with pytest.raises(BitMTPError, match=r"token is .*tokenizer\.json has 259 tokens"):
+        read_vocabulary(vocabulary.path, **ids)
 
 
 def test_the_learning_rate_goes_by_the_budget():

@@ -7,11 +7,20 @@ from pathlib import Path
 from typing import Any
 
 from bitmtp_tvm.checkpoint.jsonfile import read_json
-from bitmtp_tvm.errors import UsageError
-from bitmtp_tvm.training.options import RECIPES, TrainOptions, checked, combined
+from bitmtp_tvm.errors import BitMTPError, UsageError
+from bitmtp_tvm.training.options import (
+    RECIPES,
+    RUNS,
+    TrainOptions,
+    apart,
+    checked,
+    combined,
+    over,
+)
 
 TABLE, SHEET = "ablation.md", "ablation.csv"
 _RESULT = "result.json"
+_TOKENS = "tokens"
 
 
 def read_runs(name: str, given: Mapping[str, Any]) -> dict[str, TrainOptions]:
@@ -22,6 +31,8 @@ def read_runs(name: str, given: Mapping[str, Any]) -> dict[str, TrainOptions]:
     """
     shipped = RECIPES / f"{name}.json"
     path = shipped if shipped.is_file() else Path(name)
+    if not path.is_file():
+        raise UsageError(f"--runs {name!r} is neither a file nor one of: {', '.join(RUNS)}")
     values = read_json(path)
     base, runs = values.get("base", {}), values.get("runs")
     if not isinstance(runs, dict) or not runs or not isinstance(base, dict):
@@ -32,13 +43,13 @@ def read_runs(name: str, given: Mapping[str, Any]) -> dict[str, TrainOptions]:
     result = {}
     for run, changes in runs.items():
         where = f"{path}: {run}"
-        if not isinstance(changes, dict) or Path(run).name != run:
+        named = Path(run).name == run and run not in ("", "..", _TOKENS, TABLE, SHEET)
+        if not isinstance(changes, dict) or not named:
             raise UsageError(f"{where} is no name with an object of options")
-        recipe = checked({**base, **changes}, where)
-        own = {**given, "output": output / run, "cache": given.get("cache", output / "tokens")}
+        recipe = checked(over(base, changes), where)
+        own = {**given, "output": output / run, "cache": given.get("cache", output / _TOKENS)}
         # What sets a run apart is not for the command line to undo.
-        own = {key: value for key, value in own.items() if key not in changes}
-        result[run] = combined(recipe, own)
+        result[run] = combined(recipe, apart(own, changes))
         result[run].check()
     return result
 
@@ -56,6 +67,8 @@ def run_all(runs: Mapping[str, TrainOptions], output: Path) -> None:
         path = Path(str(options.output)) / _RESULT
         if path.is_file():
             found[name] = read_json(path)
+            if not found[name].keys() >= {"tokens", "seconds"}:
+                raise BitMTPError(f"{path} is no result of a run: remove it")
             continue
         print(f"run {name}")
         begun = (path.parent / STATE).exists()

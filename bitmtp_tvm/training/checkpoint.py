@@ -1,7 +1,6 @@
 """Models in and out of Hugging Face directories, latent or packed."""
 
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from bitmtp_tvm.checkpoint.hf_files import HFFiles
 from bitmtp_tvm.checkpoint.jsonfile import read_json
 from bitmtp_tvm.checkpoint.options import CheckpointOptions
 from bitmtp_tvm.errors import BitMTPError, UsageError
+from bitmtp_tvm.training.files import written
 from bitmtp_tvm.training.low_bit import ternary_matrix
 from bitmtp_tvm.training.model import TrainableDecoder
 from relax_models.config import ModelConfig
@@ -35,6 +35,8 @@ _TEXT_FILES = (
 # The rule of a Qwen3's weights, which the compiler asks for with --quant.
 _RULE = "low_bit"
 SHARD_BYTES = 256 << 20
+PACKED_ROWS = 4
+"""Rows of a packed matrix are a multiple of this."""
 
 
 def load(
@@ -55,7 +57,8 @@ def load(
     stored = read_json(path / "config.json") if (path / "config.json").is_file() else {}
     rule = stored.get(_RULE)
     if quant is None and isinstance(rule, Mapping):
-        quant, quant_threshold = rule.get("rule"), rule.get("threshold")
+        quant = rule.get("rule")
+        quant_threshold = rule.get("threshold") if quant_threshold is None else quant_threshold
     checkpoint = open_hf_directory(path, CheckpointOptions(quant, quant_threshold))
     model = TrainableDecoder(checkpoint.config, quant, quant_threshold, dtype)
     files = HFFiles(path)
@@ -152,7 +155,7 @@ def packed_matrix(latent: Tensor) -> tuple[Tensor, Tensor]:
     4.
     """
     signs, scale = ternary_matrix(latent)
-    if len(signs) % 4:
+    if len(signs) % PACKED_ROWS:
         raise UsageError(f"a matrix of {len(signs)} rows cannot be packed: not a multiple of 4")
     quarters = (signs + 1).to(torch.uint8).view(4, -1, signs.shape[1])
     merged = quarters[0]
@@ -206,13 +209,12 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor], shard_bytes: int) 
         if old.name not in names:
             old.unlink()
     for name, shard in zip(names, shards, strict=True):
-        partial = path / f".{name}.partial"
-        # The library makes files that only their owner can read; keep what the umask says instead.
-        partial.touch()
-        mode = partial.stat().st_mode
-        save_file(shard, partial, metadata={"format": "pt"})
-        partial.chmod(mode)
-        os.replace(partial, path / name)
+        with written(path / name) as partial:
+            # The library makes files that only their owner can read; keep what the umask says.
+            partial.touch()
+            mode = partial.stat().st_mode
+            save_file(shard, partial, metadata={"format": "pt"})
+            partial.chmod(mode)
     if len(shards) > 1:
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         total = sum(t.nbytes for t in tensors.values())
@@ -232,6 +234,5 @@ def _copy_text_files(path: Path, source: Path | None) -> None:
 
 def _replace(path: Path, text: str) -> None:
     """Write a file beside its place and rename it."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with written(path) as partial:
+        partial.write_text(text + "\n", encoding="utf-8")

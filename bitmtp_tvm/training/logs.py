@@ -21,7 +21,13 @@ class Table:
 
     def __init__(self, path: Path, columns: Sequence[str], keep_to: int) -> None:
         """Rows of an earlier run up to step `keep_to` stay."""
-        rows = [row for row in read_rows(path) if int(row["step"]) <= keep_to]
+        held = path.read_bytes() if path.is_file() else b""
+        try:
+            if held and not held.startswith(b"step,"):
+                raise ValueError("other columns")
+            rows = [row for row in read_rows(path) if int(row["step"]) <= keep_to]
+        except ValueError as fault:
+            raise BitMTPError(f"{path} is no table of a run: give another --output") from fault
         self._file = path.open("w", newline="", encoding="utf-8")
         self._writer = csv.DictWriter(self._file, columns, lineterminator="\n")
         self._writer.writeheader()
@@ -56,11 +62,11 @@ class Logs:
     def __init__(
         self, folder: Path, block_size: int, keep_to: int, total: float, unit: str, board: bool
     ) -> None:
+        self._board = _tensorboard(folder) if board else None
         self._train = Table(folder / TRAINING, (*_TRAINING, *_LOSSES), keep_to)
         names = ("step", "tokens", "seconds", *measure_names(block_size))
         self._validation = Table(folder / VALIDATION, names, keep_to)
         self._bar = tqdm(total=total, unit=unit, unit_scale=True, disable=None, smoothing=0.05)
-        self._board = _tensorboard(folder) if board else None
 
     def step(self, values: Mapping[str, float], spent: float) -> None:
         """Numbers of some steps; `spent` of the budget, in its unit."""

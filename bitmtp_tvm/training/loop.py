@@ -1,8 +1,11 @@
 """A training run from its options to a checkpoint: steps, validation, saving, going on."""
 
 import json
+import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +14,11 @@ import torch
 from torch import Tensor
 
 from bitmtp_tvm.cli import check_stopped
-from bitmtp_tvm.errors import UsageError
+from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.training import state as states
 from bitmtp_tvm.training.batches import Batches, shares
 from bitmtp_tvm.training.keeper import Keeper
-from bitmtp_tvm.training.logs import Logs, draw, measure_values
+from bitmtp_tvm.training.logs import TRAINING, VALIDATION, Logs, draw, measure_values
 from bitmtp_tvm.training.measures import Measures, measures_of
 from bitmtp_tvm.training.objective import Objective, Weights, counts
 from bitmtp_tvm.training.optimizers import OPTIMIZERS, Average
@@ -27,6 +30,8 @@ from bitmtp_tvm.training.setup import find_source, make_model
 from bitmtp_tvm.training.sources import prepare
 
 RESULT = "result.json"
+# What a run that wrote no state yet may have left.
+_TOLD = (TRAINING, VALIDATION, "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,21 @@ def train(options: TrainOptions) -> Result:
     Raises UsageError or BitMTPError, one sentence, for what does not fit.
     """
     options.check()
-    with world(options.device) as here:
+    with world(options.device) as here, _no_empty_folder(Path(str(options.output))):
         return Run(options, here).go()
+
+
+@contextmanager
+def _no_empty_folder(path: Path) -> Iterator[None]:
+    """Where the block fails, remove the folder that it made and left empty."""
+    new = not path.exists()
+    try:
+        yield
+    except BaseException:
+        if new:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 class Run:
@@ -75,6 +93,7 @@ class Run:
         self.reported = 0, 0.0
         self.measures: Measures | None = None
         self.measured_at = -1
+        self.untold: list[Tensor] = []
         if before is not None:
             self._restore(before)
         self.keeper = Keeper(
@@ -92,19 +111,23 @@ class Run:
             if other is not None:
                 raise UsageError(
                     f"--resume: the run in {self.output} has {other} "
-                    f"{state['options'].get(other)!r}, not {self.options.to_dict()[other]!r}"
+                    f"{state['options'].get(other)!r}, not {self.options.to_dict().get(other)!r}"
                 )
             return state
         if path.exists():
             raise UsageError(f"{self.output} holds a run that can go on: --resume, or remove it")
         if (self.output / "config.json").exists():
             raise UsageError(f"{self.output} holds a checkpoint already: give another --output")
+        for inside in self.output.iterdir() if self.output.is_dir() else ():
+            if inside.name not in _TOLD and not inside.name.startswith("."):
+                raise UsageError(f"{inside} is none of a run's files: give another --output")
         return None
 
     def _prepare_data(self) -> None:
         options, here = self.options, self.here
-        cache = options.cache or self.output.with_name(f"{self.output.name}.tokens")
-        places = (options.data, options.validation_data, self.source.vocabulary, cache)
+        whole = self.output.resolve()
+        cache = options.cache or whole.with_name(f"{whole.name}.tokens")
+        places = (options.data, options.validation_data, self.source.vocabulary, cache, whole)
         if here.first:
             self.output.mkdir(parents=True, exist_ok=True)
             prepare(*places)
@@ -130,7 +153,10 @@ class Run:
         self.batches = Batches(self.data.train, *common, options.seed, here.device, compiled)
         self.held_out = None
         if self.data.validation is not None:
-            self.held_out = Batches(self.data.validation, *common, 0, here.device, compiled)
+            try:
+                self.held_out = Batches(self.data.validation, *common, 0, here.device, compiled)
+            except BitMTPError as fault:
+                raise BitMTPError(f"of the validation data, {fault}") from fault
 
     def _prepare_model(self, compiled: bool) -> None:
         options = self.options
@@ -155,6 +181,7 @@ class Run:
         self.step, self.window = place.step, place.window
         self.budget.tokens, self.budget.seconds = place.tokens, place.seconds
         self.reported = place.tokens, place.seconds
+        self.untold = [torch.tensor(losses, device=self.here.device) for losses in place.untold]
 
     def go(self) -> Result:
         """Steps until the budget is spent or the pause comes."""
@@ -166,17 +193,16 @@ class Run:
         # The first step of a process compiles: the clock starts behind it.
         clock: float | None = None
         paused = False
-        gathered: list[Tensor] = []
         try:
             while not self.budget.over and not paused:
                 check_stopped()
-                gathered.append(self._one_step())
+                self.untold.append(self._one_step())
                 clock = time.monotonic() if clock is None else clock
                 now = time.monotonic()
                 spans = (now - clock + start, now - began, now - saved)
                 self.budget.seconds, elapsed, unsaved = self.here.agreed(spans)
                 if self.step % options.log_every == 0 or self.budget.over:
-                    self._report(logs, gathered)
+                    self._report(logs)
                 if self.step % options.validate_every == 0 and not self.budget.over:
                     self._validate(logs)
                 paused = options.pause_after is not None and elapsed >= 60 * options.pause_after
@@ -235,9 +261,11 @@ class Run:
         self.rate = rate
         return torch.cat([here.summed(parts) / here.size, norm.reshape(1)])
 
-    def _report(self, logs: Logs | None, gathered: list[Tensor]) -> None:
+    def _report(self, logs: Logs | None) -> None:
+        loss, ntp, ce, kl, norm = torch.stack(self.untold).mean(0).tolist()
+        if not math.isfinite(loss):
+            raise BitMTPError(f"the loss is {loss} at step {self.step}: try a smaller --lr")
         if logs is not None:
-            loss, ntp, ce, kl, norm = torch.stack(gathered).mean(0).tolist()
             budget, (tokens, seconds) = self.budget, self.reported
             speed = (budget.tokens - tokens) / max(budget.seconds - seconds, 1e-9)
             logs.step(
@@ -254,7 +282,7 @@ class Run:
                 budget.tokens if budget.most_tokens else budget.seconds,
             )
         self.reported = self.budget.tokens, self.budget.seconds
-        gathered.clear()
+        self.untold.clear()
 
     def _place(self) -> dict[str, Any]:
         return {"step": self.step, "tokens": self.budget.tokens, "seconds": self.budget.seconds}
@@ -282,7 +310,8 @@ class Run:
 
     def _keep(self) -> None:
         """The state to go on from, and the checkpoint as it is now."""
-        place = states.Place(self.step, self.window, self.budget.tokens, self.budget.seconds)
+        budget, untold = self.budget, [losses.tolist() for losses in self.untold]
+        place = states.Place(self.step, self.window, budget.tokens, budget.seconds, untold)
         self.keeper.write_state(place)
         self.keeper.write_checkpoint(self.budget, self.measures)
 

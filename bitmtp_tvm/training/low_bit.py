@@ -22,7 +22,7 @@ from relax_models.quantizers import Quantizer
 
 _LEAST_ABSMAX = 1e-5
 _LEAST_MEAN = 1e-5
-_MOST_EXACT = 1 << 24
+MOST_EXACT = 1 << 24
 
 
 @torch.library.custom_op("bitmtp::product", mutates_args=())
@@ -188,7 +188,7 @@ def matrix_linear(x: Tensor, latents: list[Tensor], dtype: torch.dtype) -> Tenso
     sums float32 cannot hold.
     """
     size = x.shape[-1]
-    if size * 128 >= _MOST_EXACT:
+    if size * 128 >= MOST_EXACT:
         raise ValueError(f"rows of {size} are too long for exact sums in float32")
     rows = x.reshape(-1, size)
     # Without gradients no Function is needed, and torch.compile does not trace one there.

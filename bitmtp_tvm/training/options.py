@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import UnionType
@@ -96,6 +97,8 @@ class TrainOptions:
             raise UsageError(f"--preset {self.preset!r} is not known: {', '.join(PRESETS)}")
         if self.output is None:
             raise UsageError("give --output, the directory of the trained checkpoint")
+        if not Path(self.output).resolve().name:
+            raise UsageError(f"--output {self.output}: give a directory that has a name")
         if not self.data:
             raise UsageError("give --data: files or directories of text, or tokenised shards")
         if (self.tokens is None) == (self.minutes is None):
@@ -124,6 +127,14 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise UsageError(f"{_flag(name)} is {value}; it must not be negative")
+        for name, most in (("seed", (1 << 63) - 1), ("anchors", self.length)):
+            value = getattr(self, name)
+            if value is not None and value > most:
+                raise UsageError(f"{_flag(name)} is {value}; it must be at most {most}")
+        if self.tokens is not None and self.tokens < self.batch_tokens:
+            raise UsageError(
+                f"--tokens {self.tokens} is less than one step, --batch-tokens {self.batch_tokens}"
+            )
 
     def _check_masks(self) -> None:
         if self.train_only == "masks" and (self.ntp_only or not self.blocks):
@@ -132,6 +143,7 @@ class TrainOptions:
             raise UsageError("--anchors 0 leaves no mask rows: say --ntp-only if that is meant")
 
 
+_ONE_OF = (frozenset({"model", "preset", "config"}), frozenset({"tokens", "minutes"}))
 _POSITIVE = (
     "length",
     "batch_tokens",
@@ -192,6 +204,11 @@ def checked(values: dict[str, Any], where: str) -> dict[str, Any]:
             raise UsageError(f"{where}: {name} is {value!r}; expected {kinds[name]}")
         if "tuple" in kinds[name]:
             value = tuple(value)
+        elif "float" in kinds[name] and isinstance(value, int):
+            try:
+                value = float(value)
+            except OverflowError:
+                raise UsageError(f"{where}: {name} is too large a number") from None
         elif "Path" in kinds[name] and value is not None:
             value = Path(value)
         result[name] = value
@@ -200,15 +217,19 @@ def checked(values: dict[str, Any], where: str) -> dict[str, Any]:
 
 def combined(recipe: dict[str, Any], given: dict[str, Any]) -> TrainOptions:
     """A recipe with what the command line gives on top; a source of the model replaces another."""
-    values = dict(recipe)
-    sources = ("model", "preset", "config")
-    if any(name in given for name in sources):
-        for name in sources:
-            values.pop(name, None)
-    for one, other in (("tokens", "minutes"), ("minutes", "tokens")):
-        if one in given:
-            values.pop(other, None)
-    return replace(TrainOptions(), **{**values, **given})
+    return replace(TrainOptions(), **over(recipe, given))
+
+
+def over(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `given` on top: of options that exclude each other, those that are given."""
+    excluded = {name for group in _ONE_OF for name in group if not group.isdisjoint(given)}
+    return {**{k: v for k, v in values.items() if k not in excluded}, **given}
+
+
+def apart(values: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `values` that leave what is settled as it is."""
+    excluded = {name for group in _ONE_OF for name in group if not group.isdisjoint(settled)}
+    return {k: v for k, v in values.items() if k not in excluded and k not in settled}
 
 
 def _kind(annotation: Any) -> str:

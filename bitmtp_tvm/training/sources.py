@@ -24,7 +24,7 @@ from bitmtp_tvm.text import read_tokenizer
 from bitmtp_tvm.training.data import Header, TokenShards, narrowest, write_shard
 
 # Part of the name of what is cached: raise it when the same files give other shards.
-_VERSION = 1
+_VERSION = 2
 # Of all documents, one in so many is kept for validation where no other data is given.
 HELD_OUT = 50
 _DOCUMENTS_AT_ONCE = 256
@@ -67,24 +67,36 @@ def read_vocabulary(path: Path, bos: int | None = None, eos: int | None = None) 
         raise BitMTPError(f"{path} is not there: --tokenizer takes a tokenizer.json")
     tokenizer = read_tokenizer(path)
     named = tokenizer.get_vocab(with_added_tokens=True)
+    if not named:
+        raise BitMTPError(f"{path} has no tokens")
+    size = max(named.values()) + 1
+    for word, value in ("bos", bos), ("eos", eos):
+        if value is not None and not (isinstance(value, int) and 0 <= value < size):
+            raise BitMTPError(f"the {word} token is {value!r}, and {path} has {size} tokens")
     for name in ("<|bos|>", "<s>", "<|begin_of_text|>", "<bos>"):
         bos = named.get(name) if bos is None else bos
     for name in ("<|eos|>", "</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>"):
         eos = named.get(name) if eos is None else eos
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return Vocabulary(path, max(named.values()) + 1, digest, bos, eos)
+    return Vocabulary(path, size, digest, bos, eos)
 
 
 def prepare(
-    data: Sequence[str], validation: Sequence[str], vocabulary: Vocabulary, cache: Path
+    data: Sequence[str],
+    validation: Sequence[str],
+    vocabulary: Vocabulary,
+    cache: Path,
+    output: Path | None = None,
 ) -> Prepared:
     """The shards of `data` and `validation`, made below `cache` unless they are there already.
 
     A directory with `*.bin.xz` holds tokenised shards: raw uint16, every document bos + tokens +
     eos; those that begin with `val` are for validation. Everything else is text. Without
-    `validation` every fiftieth document is held out. Raises UsageError for what is not there.
+    `validation` every fiftieth document is held out. What a run wrote itself, in `cache` and
+    `output`, is no data. Raises UsageError for what is not there.
     """
-    train, held = _files(data), _files(validation)
+    own = [path.resolve() for path in (cache, output) if path is not None]
+    train, held = _files("--data", data, own), _files("--validation-data", validation, own)
     tokenised = [path for path in (*train, *held) if path.name.endswith(_XZ)]
     if tokenised and len(tokenised) != len(train) + len(held):
         raise UsageError("--data mixes tokenised shards with text: give one kind")
@@ -100,11 +112,14 @@ def prepare(
         made = [sorted((folder / part).glob("*.bin")) for part in ("train", "validation")]
     if not made[0]:
         raise UsageError(f"{', '.join(data)} holds nothing to train on")
+    if validation and not made[1]:
+        raise UsageError(f"{', '.join(validation)} holds nothing to validate on")
     return Prepared(TokenShards(made[0]), TokenShards(made[1]) if made[1] else None)
 
 
-def _files(places: Sequence[str]) -> list[Path]:
-    """Files of a list of files and directories, those of a directory sorted, shards before text."""
+def _files(option: str, places: Sequence[str], own: Sequence[Path]) -> list[Path]:
+    """Files of a list of files and directories, those of a directory sorted, shards before text;
+    without hidden ones and those below `own`."""
     found: list[Path] = []
     for place in places:
         path = Path(place)
@@ -112,11 +127,16 @@ def _files(places: Sequence[str]) -> list[Path]:
             found.append(path)
         elif path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file())
+            inside = [p for p in inside if not any(p.resolve().is_relative_to(o) for o in own)]
             shards = [p for p in inside if p.name.endswith(_XZ)]
-            found += shards or [p for p in inside if not any(q.startswith(".") for q in p.parts)]
+            found += shards or [p for p in inside if not _hidden(p.relative_to(path))]
         else:
-            raise UsageError(f"--data: {place} is not there")
+            raise UsageError(f"{option}: {place} is not there")
     return found
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def tokenise(files: Sequence[Path], vocabulary: Vocabulary, out: Path) -> list[Path]:
@@ -176,19 +196,23 @@ def _documents(files: Sequence[Path]) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                value = json.loads(line)
-            except ValueError as fault:
+                value = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError) as fault:
                 raise BitMTPError(f"{path}:{number} is not valid JSON: {fault}") from fault
             values = [value[f] for f in _FIELDS if isinstance(value, dict) and f in value]
             if isinstance(value, str):
                 values = [value]
             if not values or not isinstance(values[0], str):
                 raise BitMTPError(f"{path}:{number} has no text: give it as {' or '.join(_FIELDS)}")
+            try:
+                values[0].encode("utf-8")
+            except UnicodeEncodeError as fault:
+                raise BitMTPError(f"{path}:{number} is no text: {fault}") from fault
             yield values[0]
 
 
@@ -222,8 +246,9 @@ def unpack(files: Sequence[Path], vocabulary: Vocabulary, out: Path) -> list[Pat
     Raises BitMTPError for a damaged file and for an id that the vocabulary does not have.
     """
     paths = []
-    for path in tqdm(files, "unpacking", unit="file", disable=None):
-        paths.append(out / path.name.removesuffix(".xz"))
+    for index, path in enumerate(tqdm(files, "unpacking", unit="file", disable=None)):
+        # Numbered: files of several directories may have one name.
+        paths.append(out / f"{index:05d}-{path.name.removesuffix('.xz')}")
         largest = tokens = 0
         try:
             with lzma.open(path) as packed, paths[-1].open("wb") as file:

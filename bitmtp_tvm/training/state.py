@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from bitmtp_tvm.errors import BitMTPError
+from bitmtp_tvm.training.files import written
 from bitmtp_tvm.training.parallel import World
 
 NAME = "state.pt"
@@ -33,12 +34,16 @@ class Place:
     window: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    # Losses of the steps that no row of the table tells yet.
+    untold: list[list[float]] = field(default_factory=list)
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
     """All parameters by name, in memory of the first process; elsewhere empty."""
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(model, options=options)
+    values = get_model_state_dict(model, options=options)
+    # On a processor they are the parameters themselves, and those go on changing.
+    return {name: value.clone() for name, value in values.items()}
 
 
 def write(
@@ -65,12 +70,10 @@ def write(
             "place": vars(place),
             "options": json.dumps(dict(options)),
         }
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
+        with written(path) as partial, partial.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, path)
     here.wait()
 
 
@@ -83,7 +86,8 @@ def read(path: Path) -> dict[str, Any]:
         state["place"] = Place(**state["place"])
         state["options"] = json.loads(state["options"])
     except Exception as fault:  # torch raises many kinds
-        raise BitMTPError(f"{path} is not a readable state of a run: {fault}") from fault
+        kind = type(fault).__name__
+        raise BitMTPError(f"{path} is not a readable state of a run: {kind} {fault}") from fault
     return state
 
 

@@ -23,7 +23,7 @@ from bitmtp_tvm.generate import progress_bar
 from bitmtp_tvm.manifest import Manifest
 from bitmtp_tvm.plotting import check_picture, draw_kernel_times
 from bitmtp_tvm.session import Session
-from bitmtp_tvm.step_timing import Bench, check_fill, default_fill, full_state, measure_width
+from bitmtp_tvm.step_timing import Bench, check_fill, full_state, measure_width
 from bitmtp_tvm.streaming import read_bandwidth
 from bitmtp_tvm.targets import TARGETS
 from bitmtp_tvm.timing import Timer, make_timer
@@ -75,9 +75,9 @@ def report_kernels(options: "BenchOptions") -> dict[str, Any]:
     if options.plot:
         check_picture(options.plot)
     before = read_report(options.before) if options.before else None
+    fill = check_fill(manifest, options.fill)
     with progress_bar() as progress:
         session = Session(artifact, progress, graph=options.graph)
-    fill = check_fill(session, options.fill or default_fill(manifest.context))
     mask = (manifest.config.get("mtp") or {}).get("mask_token_id", 0)
     device = session.device_handle
     timer = make_timer(manifest.kind, device)

@@ -24,7 +24,7 @@ from bitmtp_tvm.step_times import (
     shown_times,
     write_step_times,
 )
-from bitmtp_tvm.step_timing import Bench, check_fill, default_fill, measure_steps
+from bitmtp_tvm.step_timing import Bench, check_fill, measure_steps
 from bitmtp_tvm.targets import TARGETS
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def report_steps(options: "BenchOptions") -> dict[str, Any]:
     artifact = open_artifact(options.artifact)
     check_device(artifact)
     manifest = artifact.manifest
-    fill = options.fill or default_fill(manifest.context)
+    fill = check_fill(manifest, options.fill)
     graphs = manifest.kind == "cuda" and options.graph
     if options.peer:
         check_peer(graphs)
@@ -90,7 +90,7 @@ def _measure(artifact: Artifact, graph: bool, fill: int) -> dict[int, Timing]:
     with progress_bar() as progress:
         session = Session(artifact, progress, graph=graph)
     mask = (artifact.manifest.config.get("mtp") or {}).get("mask_token_id", 0)
-    times = measure_steps(session, Bench(check_fill(session, fill), mask))
+    times = measure_steps(session, Bench(fill, mask))
     # The next session needs the memory.
     del session
     gc.collect()

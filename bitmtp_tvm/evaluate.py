@@ -259,6 +259,13 @@ def check(options: EvaluateOptions) -> None:
         raise UsageError("there is nothing to evaluate: give --model, --artifact or both")
     if options.baseline is not None and options.model is None:
         raise UsageError("--baseline is compared with --model: give that too")
+    defaults = EvaluateOptions()
+    for name in ("device", "quant", "quant_threshold"):
+        if getattr(options, name) != getattr(defaults, name) and options.model is None:
+            raise UsageError(f"--{name.replace('_', '-')} is about --model: give that too")
+    for name in ("block_sizes", "layouts"):
+        if getattr(options, name) != getattr(defaults, name) and set(options.modes) == {"ar"}:
+            raise UsageError(f"--{name.replace('_', '-')} means nothing in mode ar: leave it out")
     if options.human_eval and not options.execute:
         raise UsageError(
             "--human-eval runs programs that the model wrote and nobody has read: add --execute "
@@ -274,6 +281,8 @@ def check(options: EvaluateOptions) -> None:
     if not options.data and not options.prompts and not options.human_eval:
         raise UsageError("there is no held-out text: give --data, --prompts or --human-eval")
     predicts = options.data and options.windows
+    if predicts and options.length < 2:
+        raise UsageError("--length is 1: a window needs a token to predict, and one in front of it")
     completes = options.artifact and (options.prompts or (options.data and options.completions))
     if not predicts and not completes and not options.human_eval:
         raise UsageError("nothing is left to measure: give --windows above 0, or --artifact")

@@ -234,7 +234,8 @@ def progress_bar() -> Iterator["Progress"]:
 
 def print_step_times(engine: "Engine") -> None:
     advice = "predicted; python -m bitmtp_tvm.bench --steps measures them"
-    how = "measured on this device" if engine.step_times.measured else advice
+    device = engine.step_times.provenance.get("device", "this device")
+    how = f"measured on {device}" if engine.step_times.measured else advice
     print(f"step times: {how}", file=sys.stderr)
 
 

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -137,9 +136,13 @@ def _parse(record: Mapping[str, Any], manifest: Manifest) -> StepTimes:
     if not isinstance(timings, dict) or not set(timings) & {GRAPH, LAUNCHES}:
         raise ValueError("no milliseconds")
     # Who runs without graphs does so for a reason other than speed.
-    times = timings.get(GRAPH) or timings[LAUNCHES]
+    times = timings.get(GRAPH) or timings.get(LAUNCHES)
     milliseconds = {width: _median(times, width) for width in manifest.widths}
     return StepTimes(milliseconds, True, {k: v for k, v in record.items() if k != "milliseconds"})
+
+
+_LONGEST = 1e9
+"""Milliseconds; of what is longer, somebody made it up."""
 
 
 def _median(times: Any, width: int) -> float:
@@ -147,7 +150,7 @@ def _median(times: Any, width: int) -> float:
     median = timing[0] if isinstance(timing, list) and timing else None
     if isinstance(median, bool) or not isinstance(median, int | float):
         raise ValueError(f"no time of width {width}")
-    if not 0 < median < math.inf:
+    if not 0 < median < _LONGEST:
         raise ValueError(f"the time of width {width} is {median}")
     return float(median)
 

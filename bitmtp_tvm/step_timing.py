@@ -9,6 +9,7 @@ import numpy as np
 from bitmtp_tvm.cli import check_stopped
 from bitmtp_tvm.errors import BitMTPError, UsageError
 from bitmtp_tvm.flight import TokenSession
+from bitmtp_tvm.manifest import Manifest
 from bitmtp_tvm.step_times import TYPICAL_FILL, Timing
 from relax_models.state import STATE_WORDS, Finish, Layout, Mode, Word
 
@@ -32,21 +33,20 @@ class Bench:
     clock: Callable[[], float] = time.perf_counter
 
 
-def default_fill(context: int) -> int:
-    return min(TYPICAL_FILL, context // 2)
-
-
-def check_fill(session: TokenSession, fill: int) -> int:
+def check_fill(room: TokenSession | Manifest, fill: int | None) -> int:
     """`fill`, if the context has room behind it for a round in every bucket.
 
-    Raises `UsageError`.
+    None: as much as is usual, or half of a shorter context, or what there is room for. Raises
+    `UsageError`.
     """
-    most = session.context - session.widths[-1] - LEAST_CHUNKS * session.chunks[-1] - 1
+    most = room.context - room.widths[-1] - LEAST_CHUNKS * room.chunks[-1] - 1
     if most < 1:
         raise UsageError(
-            f"a context of {session.context} tokens is too short to measure steps of "
-            f"{session.widths[-1]} rows in: compile with a larger --context"
+            f"a context of {room.context} tokens is too short to measure steps of "
+            f"{room.widths[-1]} rows in: compile with a larger --context"
         )
+    if fill is None:
+        return min(TYPICAL_FILL, room.context // 2, most)
     if not 1 <= fill <= most:
         raise UsageError(
             f"steps cannot be measured with {fill} tokens of context: give --fill 1 to {most}"

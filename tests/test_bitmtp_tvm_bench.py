@@ -22,7 +22,6 @@ from bitmtp_tvm.step_times import GRAPH, LAUNCHES, Timing, read_step_times
 from bitmtp_tvm.step_timing import (
     Bench,
     check_fill,
-    default_fill,
     full_state,
     measure_steps,
     measure_width,
@@ -118,7 +117,10 @@ def test_the_context_must_have_room():
         check_fill(session, 42)
     with pytest.raises(UsageError, match="a context of 20 tokens is too short"):
         check_fill(TimedSession(context=20), 1)
-    assert [default_fill(context) for context in (64, 1024, 4096)] == [32, 512, 512]
+    fills = [check_fill(TimedSession(context=n), None) for n in (300, 1024, 4096)]
+    assert fills == [150, 512, 512]
+    # Half of it would leave too little room behind.
+    assert check_fill(session, None) <= 41 and check_fill(TimedSession(context=50), None) >= 1
 
 
 def test_a_whole_context_can_be_measured_in():

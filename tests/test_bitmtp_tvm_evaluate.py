@@ -173,6 +173,17 @@ def test_a_checkpoint_scores_the_texts_of_an_artifact(evaluate, tmp_path):
             "--baseline is compared on windows of --data",
         ),
         (("--artifact", "fake", *SMALL, "--json", "none/a.json"), "/none is not there"),
+        (
+            ("--artifact", "fake", *SMALL, "--json", "a", "--markdown", "a"),
+            "/a cannot be two files at once",
+        ),
+        (("--artifact", "fake", *SMALL, "--device", "cpu"), "--device is about --model"),
+        (("--artifact", "fake", *SMALL, "--quant", "x"), "--quant is about --model"),
+        (
+            ("--artifact", "fake", *SMALL, "--modes", "ar", "--layouts", "chain"),
+            "--layouts means nothing in mode ar",
+        ),
+        (("--model", "joint", *SMALL, "--length", "1"), "--length is 1: a window needs"),
         (("--artifact", "fake", *SMALL, "--plots", "text.bin"), "text.bin is no folder"),
         (("--artifact", "fake", *SMALL, "--length", "40"), "the held-out text, 248 tokens, has no"),
         (("--artifact", "fake", *SMALL, "--length", "4"), "windows of 4 tokens have no room for 8"),
@@ -190,6 +201,13 @@ def test_what_cannot_be_evaluated_is_refused(evaluate, arguments, message, tmp_p
     assert code in (1, 2) and out == ""
     assert err.startswith("error: ") and message in err and err.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["text.bin"]
+
+
+def test_prompts_that_leave_no_room_are_refused_before_the_work(evaluate, tmp_path):
+    np.full(600, 7, np.uint16).tofile(tmp_path / "long.bin")
+    text = ("--data", "long.bin", "--length", "20", "--anchors", "3")
+    code, out, err = evaluate("--artifact", "fake", *text, "--prompt-tokens", "200")
+    assert code == 2 and out == "" and "leaves no room in a context of 200" in err
 
 
 @pytest.mark.parametrize(

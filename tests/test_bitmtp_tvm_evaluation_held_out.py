@@ -60,7 +60,22 @@ def test_a_text_is_a_document(tmp_path, vocabulary):
     (tmp_path / "folder" / "a.txt").write_text("def f():\n")
     (tmp_path / "folder" / "empty.md").write_text("")
     (tmp_path / "folder" / "picture.png").write_bytes(b"\x89")
+    (tmp_path / "folder" / "package.py").mkdir()
     assert read_held_out([tmp_path / "folder"], vocabulary).tolist() == [*ids, 1] * 2
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path, vocabulary):
+    (tmp_path / "marked.jsonl").write_bytes(b'\xef\xbb\xbf"def"\n')
+    (tmp_path / "plain.jsonl").write_bytes(b'"def"\n')
+    one, two = (read_held_out([tmp_path / f"{n}.jsonl"], vocabulary) for n in ("marked", "plain"))
+    assert one.tolist() == two.tolist()
+
+
+def test_a_header_of_something_else_is_named(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(4))
+    (tmp_path / "a.json").write_text('{"dtype": ["uint16"]}')
+    with pytest.raises(BitMTPError, match=r"a\.json: dtype is \['uint16'\]; known"):
+        read_held_out([tmp_path / "a.bin"], PLAIN)
 
 
 @pytest.mark.parametrize(

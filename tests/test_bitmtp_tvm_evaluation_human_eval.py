@@ -182,6 +182,7 @@ def test_problems_are_read_from_a_file(tmp_path, name):
         ("a.jsonl", b'{"task_id": 1, "prompt": "", "test": "", "entry_point": ""}\n'),
         ("a.jsonl", b"[]\n"),
         ("a.jsonl", b"no json\n"),
+        ("a.jsonl", b"[" * 200_000),
         ("a.jsonl.gz", b"no gzip"),
         ("a.jsonl.gz", gzip.compress(b"{}" * 500)[:-9]),
     ],

@@ -43,7 +43,8 @@ def read_held_out(paths: Sequence[Path], vocabulary: Vocabulary) -> np.ndarray:
 
 def _read(path: Path, vocabulary: Vocabulary) -> Iterator[np.ndarray]:
     if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.suffix in TEXT_ENDINGS)
+        found = (file for file in path.rglob("*") if file.suffix in TEXT_ENDINGS)
+        files = sorted(file for file in found if file.is_file())
         if not files:
             raise BitMTPError(f"{path} holds no file that ends in {', '.join(TEXT_ENDINGS)}")
         for file in files:
@@ -70,7 +71,7 @@ def _bytes(path: Path) -> bytes:
 
 def _text(path: Path) -> str:
     try:
-        return _bytes(path).decode("utf-8")
+        return _bytes(path).decode("utf-8-sig")
     except UnicodeDecodeError as fault:
         raise BitMTPError(f"{path} is not UTF-8 at byte {fault.start}") from fault
 
@@ -128,7 +129,7 @@ def _dtype(path: Path, vocab_size: int) -> np.dtype[Any]:
         except (ValueError, RecursionError) as fault:
             raise BitMTPError(f"{header} is not readable JSON: {fault}") from fault
         name = values.get("dtype", name) if isinstance(values, dict) else name
-    if name not in DTYPES:
+    if not isinstance(name, str) or name not in DTYPES:
         raise BitMTPError(f"{header}: dtype is {shown(name)}; known: {', '.join(DTYPES)}")
     return DTYPES[name]
 

@@ -89,7 +89,7 @@ def read_problems(path: Path | None) -> list[Problem]:
         problems = [Problem(*(_text(value[name]) for name in FIELDS)) for value in found]
     except OSError as fault:
         raise BitMTPError(f"{path} cannot be read: {fault.strerror or fault}") from fault
-    except (EOFError, ValueError, KeyError, TypeError) as fault:
+    except (EOFError, ValueError, KeyError, TypeError, RecursionError) as fault:
         raise BitMTPError(
             f"{path} is no list of HumanEval's problems, one JSON object a line with "
             f"{', '.join(FIELDS)}: {fault!r}"

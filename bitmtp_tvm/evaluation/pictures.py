@@ -41,7 +41,7 @@ def check_folder(folder: Path) -> None:
 def draw_reliability(path: Path, blocks: Blocks, title: str) -> None:
     """Share right by confidence, a line for each place in the block: against the text, and ar."""
     figure = new_figure(9.6, 5.4)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
     grid = figure.add_gridspec(2, 2, height_ratios=(4, 1))
     panels = (
         (blocks.text, "right: the token of the text"),
@@ -50,7 +50,7 @@ def draw_reliability(path: Path, blocks: Blocks, title: str) -> None:
     for column, (found, name) in enumerate(panels):
         axes = figure.add_subplot(grid[0, column])
         _lines(axes, found)
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
         axes.set_ylabel("share right")
         _shares(figure.add_subplot(grid[1, column], sharex=axes), found)
     figure.tight_layout()
@@ -116,7 +116,12 @@ def draw_mask_rows(path: Path, blocks: Blocks, title: str) -> None:
     axes.set_ylabel("share")
     axes.set_ylim(bottom=0)
     length = blocks.accepted_length.text()
-    axes.set_title(f"{title}\naccepted length on natural text {length}", fontsize=10, loc="left")
+    axes.set_title(
+        f"{title}\naccepted length on natural text {length}",
+        fontsize=10,
+        loc="left",
+        parse_math=False,
+    )
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
     figure.tight_layout()
@@ -138,7 +143,7 @@ def draw_modes(path: Path, results: Sequence[ModeResult], title: str) -> None:
     """Tokens per forward of every setting: prompts that do not loop beside all."""
     temperatures = list(dict.fromkeys(result.temperature for result in results))
     figure = new_figure(max(6.4, 1.1 * len(results)), 4.2)
-    figure.suptitle(title, fontsize=10, x=0.01, ha="left")
+    figure.suptitle(title, fontsize=10, x=0.01, ha="left", parse_math=False)
     first = None
     for place, temperature in enumerate(temperatures):
         axes = figure.add_subplot(1, len(temperatures), place + 1, sharey=first)
@@ -146,7 +151,7 @@ def draw_modes(path: Path, results: Sequence[ModeResult], title: str) -> None:
         part = [result for result in results if result.temperature == temperature]
         _mode_bars(axes, part)
         name = "greedy" if not temperature else f"temperature {temperature:g}"
-        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
     assert first is not None
     first.set_ylabel("tokens per forward")
     first.legend(frameon=False, fontsize=8, loc="upper left")

@@ -104,7 +104,10 @@ def _said(value: Any) -> str:
 
 def check_outputs(paths: Sequence[Path | None]) -> None:
     """Refuse, before the work, a file that could not be written behind it."""
-    for path in filter(None, paths):
+    given = [path.absolute() for path in filter(None, paths)]
+    if len(set(given)) < len(given):
+        raise UsageError(f"{given[0]} cannot be two files at once: give each its own")
+    for path in given:
         if path.is_dir():
             raise UsageError(f"{path} is a folder: name a file")
         if not path.absolute().parent.is_dir():

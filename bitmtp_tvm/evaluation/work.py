@@ -138,11 +138,23 @@ class Work:
     def _prompts(self) -> list[list[int]]:
         """Token ids of what is completed; `UsageError` for a prompt that cannot be served."""
         assert self.compiled is not None
-        if self.prompts is None:
-            if not self.data or not self.completions:
-                return []
-            count, size = self.completions, self.prompt_tokens
-            return held_out.prompts(self.tokens, size, count, self.seed, self.vocabulary)
+        found = self._pieces() if self.prompts is None else self._lines()
+        longest, context = max(map(len, found), default=0), self.compiled.engine.session.context
+        if longest >= context:
+            raise UsageError(
+                f"a prompt of {longest} tokens, with the one that begins a text, leaves no room in "
+                f"a context of {context}: give shorter ones"
+            )
+        return found
+
+    def _pieces(self) -> list[list[int]]:
+        if not self.data or not self.completions:
+            return []
+        count, size = self.completions, self.prompt_tokens
+        return held_out.prompts(self.tokens, size, count, self.seed, self.vocabulary)
+
+    def _lines(self) -> list[list[int]]:
+        assert self.compiled is not None and self.prompts is not None
         found = []
         for prompt in read_prompt_file(self.prompts):
             try:

@@ -259,8 +259,11 @@ def write_artifact(directory: Path) -> Iterator[Path]:
     """A folder to write an artifact into; it becomes `directory` when the block ends well.
 
     Until then `directory` is untouched; when the block fails nothing remains. An artifact that is
-    already there is replaced; anything else there is a `UsageError` at once.
+    already there is replaced, behind a symbolic link too; anything else there is a `UsageError` at
+    once.
     """
+    if directory.is_symlink():
+        directory = directory.resolve()
     _check_replaceable(directory)
     parent = directory.absolute().parent
     try:
@@ -281,6 +284,8 @@ def write_artifact(directory: Path) -> Iterator[Path]:
 
 
 def _check_replaceable(directory: Path) -> None:
+    if directory.name == "..":
+        raise UsageError(f"{directory} has no name of its own: choose another -o")
     if not os.path.lexists(directory):
         return
     if not directory.is_dir():

@@ -200,6 +200,8 @@ def make_plan(options: CompileOptions) -> Plan:
         )
     check_template(checkpoint)
     directory = options.output or Path("dist") / f"{checkpoint.name}-{target.name}"
+    if options.dump and options.dump.resolve().is_relative_to(directory.resolve()):
+        raise UsageError(f"--dump {options.dump} lies in the artifact's folder: choose another")
     return Plan(target, checkpoint, context, directory)
 
 

@@ -221,10 +221,18 @@ def test_foreign_files_are_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("")
     (tmp_path / "file").write_text("")
-    for name in ("mine", "file"):
+    for name in ("mine", "file", "none/.."):
         with pytest.raises(UsageError, match="choose another -o"), write_artifact(tmp_path / name):
             raise AssertionError("the block must not start")
     assert listing(tmp_path / "mine") == ["thesis.tex"]
+    assert listing(tmp_path) == ["file", "mine"]
+
+
+def test_what_a_link_names_is_replaced_and_the_link_stays(copy, tmp_path: Path) -> None:
+    directory, link = copy(), tmp_path / "current"
+    link.symlink_to(directory)
+    write_tiny(link, "cpu", context=64)
+    assert link.is_symlink() and open_artifact(directory).manifest.context == 64
 
 
 @pytest.mark.gpu

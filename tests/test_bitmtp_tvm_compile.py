@@ -180,12 +180,26 @@ def test_a_folder_with_a_foreign_file_is_not_replaced(capsys, tmp_path, odd):
     assert {path.name for path in tmp_path.iterdir()} == {"manifest.json", "model.so", "thesis.tex"}
 
 
-def test_what_appears_in_the_folder_meanwhile_is_kept(capsys, tmp_path, odd):
+def test_what_appears_in_the_folder_meanwhile_is_kept(capsys, tmp_path, odd, monkeypatch):
     output = tmp_path / "out"
-    options = ["--target", "cpu", "--model", odd, "--widths", "1", "-o", output, "--dump", output]
+
+    def meanwhile(checkpoint, folder):
+        output.mkdir()
+        (output / "thesis.tex").write_text("precious")
+
+    monkeypatch.setattr("bitmtp_tvm.compile.write_text_files", meanwhile)
+    options = ["--target", "cpu", "--model", odd, "--widths", "1", "-o", output]
     fails(capsys, 2, "so it is no artifact", *options)
-    assert (output / "01_specialize.py").is_file()
+    assert (output / "thesis.tex").read_text() == "precious"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("inside", ["", "dump"])
+def test_a_dump_into_the_artifact_is_refused_before_the_work(capsys, tmp_path, odd, inside):
+    output = tmp_path / "out"
+    options = ["--target", "cpu", "--model", odd, "-o", output, "--dump", output / inside]
+    fails(capsys, 2, "lies in the artifact's folder", *options)
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_current_folder_is_not_replaced(capsys, tmp_path, odd, monkeypatch):

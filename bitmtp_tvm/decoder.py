@@ -114,10 +114,9 @@ class Decoder:
         """The policy for `options`, with what it learned while they were the same."""
         if self._policy is None or self._policy[0] != options:
             self._policy = options, Policy(options, self.session.widths, self._times)
-        policy = self._policy[1]
-        if options.mode in UNVERIFIED:
-            policy.forget()
-        return policy
+        elif options.mode in UNVERIFIED:
+            self._policy[1].forget()
+        return self._policy[1]
 
     def prefill(self) -> None:
         """Materialise all but the last token, which is the first pending one."""

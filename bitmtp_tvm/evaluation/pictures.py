@@ -50,7 +50,7 @@ def draw_reliability(path: Path, blocks: Blocks, title: str) -> None:
     for column, (found, name) in enumerate(panels):
         axes = figure.add_subplot(grid[0, column])
         _lines(axes, found)
-        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
+        axes.set_title(name, fontsize=9, loc="left")
         axes.set_ylabel("share right")
         _shares(figure.add_subplot(grid[1, column], sharex=axes), found)
     figure.tight_layout()
@@ -151,7 +151,7 @@ def draw_modes(path: Path, results: Sequence[ModeResult], title: str) -> None:
         part = [result for result in results if result.temperature == temperature]
         _mode_bars(axes, part)
         name = "greedy" if not temperature else f"temperature {temperature:g}"
-        axes.set_title(name, fontsize=9, loc="left", parse_math=False)
+        axes.set_title(name, fontsize=9, loc="left")
     assert first is not None
     first.set_ylabel("tokens per forward")
     first.legend(frameon=False, fontsize=8, loc="upper left")

@@ -110,8 +110,8 @@ def check_outputs(paths: Sequence[Path | None]) -> None:
     for path in given:
         if path.is_dir():
             raise UsageError(f"{path} is a folder: name a file")
-        if not path.absolute().parent.is_dir():
-            raise UsageError(f"{path.absolute().parent} is not there: make the folder first")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path.parent} is not there: make the folder first")
 
 
 def write_text(path: Path, text: str) -> None:

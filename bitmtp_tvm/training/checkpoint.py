@@ -35,8 +35,8 @@ _TEXT_FILES = (
 # The rule of a Qwen3's weights, which the compiler asks for with --quant.
 _RULE = "low_bit"
 SHARD_BYTES = 256 << 20
-PACKED_ROWS = 4
-"""Rows of a packed matrix are a multiple of this."""
+# Rows of a packed matrix are a multiple of this.
+_PACKED_ROWS = 4
 
 
 def load(
@@ -132,8 +132,8 @@ def save(
     for packing anything but a BitNet.
     """
     config = model.config
-    if packed and config.architecture != "bitnet":
-        raise UsageError("only a BitNet can be written packed: its compiler knows the layout")
+    if packed:
+        check_packable(config)
     values = dict(tensors) if tensors is not None else dict(model.named_parameters())
     stored: dict[str, Tensor] = {}
     for name, value in values.items():
@@ -148,6 +148,16 @@ def save(
     _replace(path / "config.json", json.dumps(config_json(model, ids or {}, packed), indent=1))
 
 
+def check_packable(config: ModelConfig) -> None:
+    """Raise UsageError for a model that `save` cannot write packed."""
+    if config.architecture != "bitnet":
+        raise UsageError("only a BitNet can be written packed: its compiler knows the layout")
+    sizes = (config.query_width, config.key_value_width, config.hidden_size)
+    for rows in (*sizes, config.intermediate_size):
+        if rows % _PACKED_ROWS:
+            raise UsageError(f"matrices of {rows} rows, not a multiple of {_PACKED_ROWS}")
+
+
 def packed_matrix(latent: Tensor) -> tuple[Tensor, Tensor]:
     """A latent `(N, K)` as BitNet checkpoints pack it: uint8 `(N / 4, K)` and the scale `(1,)`.
 
@@ -155,7 +165,7 @@ def packed_matrix(latent: Tensor) -> tuple[Tensor, Tensor]:
     4.
     """
     signs, scale = ternary_matrix(latent)
-    if len(signs) % PACKED_ROWS:
+    if len(signs) % _PACKED_ROWS:
         raise UsageError(f"a matrix of {len(signs)} rows cannot be packed: not a multiple of 4")
     quarters = (signs + 1).to(torch.uint8).view(4, -1, signs.shape[1])
     merged = quarters[0]

@@ -125,9 +125,9 @@ class Run:
 
     def _prepare_data(self) -> None:
         options, here = self.options, self.here
-        whole = self.output.resolve()
-        cache = options.cache or whole.with_name(f"{whole.name}.tokens")
-        places = (options.data, options.validation_data, self.source.vocabulary, cache, whole)
+        output = self.output.resolve()
+        cache = options.cache or output.with_name(f"{output.name}.tokens")
+        places = (options.data, options.validation_data, self.source.vocabulary, cache, output)
         if here.first:
             self.output.mkdir(parents=True, exist_ok=True)
             prepare(*places)

@@ -22,7 +22,7 @@ from relax_models.quantizers import Quantizer
 
 _LEAST_ABSMAX = 1e-5
 _LEAST_MEAN = 1e-5
-MOST_EXACT = 1 << 24
+_MOST_EXACT = 1 << 24
 
 
 @torch.library.custom_op("bitmtp::product", mutates_args=())
@@ -180,6 +180,12 @@ class _MatrixLinear(torch.autograd.Function):
         return into_x, None, *split
 
 
+def check_exact(size: int) -> None:
+    """Raise ValueError for rows so long that float32 cannot hold the sums of `matrix_linear`."""
+    if size * 128 >= _MOST_EXACT:
+        raise ValueError(f"rows of {size} are too long for exact sums in float32")
+
+
 def matrix_linear(x: Tensor, latents: list[Tensor], dtype: torch.dtype) -> Tensor:
     """int8 activations times ternary weights with one scale a matrix.
 
@@ -188,8 +194,7 @@ def matrix_linear(x: Tensor, latents: list[Tensor], dtype: torch.dtype) -> Tenso
     sums float32 cannot hold.
     """
     size = x.shape[-1]
-    if size * 128 >= MOST_EXACT:
-        raise ValueError(f"rows of {size} are too long for exact sums in float32")
+    check_exact(size)
     rows = x.reshape(-1, size)
     # Without gradients no Function is needed, and torch.compile does not trace one there.
     if torch.is_grad_enabled():

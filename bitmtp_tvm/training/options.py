@@ -222,8 +222,7 @@ def combined(recipe: dict[str, Any], given: dict[str, Any]) -> TrainOptions:
 
 def over(values: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """`values` with `given` on top: of options that exclude each other, those that are given."""
-    excluded = {name for group in _ONE_OF for name in group if not group.isdisjoint(given)}
-    return {**{k: v for k, v in values.items() if k not in excluded}, **given}
+    return {**apart(values, given), **given}
 
 
 def apart(values: Mapping[str, Any], settled: Mapping[str, Any]) -> dict[str, Any]:

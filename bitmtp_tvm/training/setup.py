@@ -9,8 +9,8 @@ import torch
 
 from bitmtp_tvm.checkpoint.jsonfile import read_json
 from bitmtp_tvm.errors import BitMTPError, UsageError
-from bitmtp_tvm.training.checkpoint import PACKED_ROWS, load
-from bitmtp_tvm.training.low_bit import MOST_EXACT
+from bitmtp_tvm.training.checkpoint import check_packable, load
+from bitmtp_tvm.training.low_bit import check_exact
 from bitmtp_tvm.training.model import TrainableDecoder
 from bitmtp_tvm.training.options import TrainOptions
 from bitmtp_tvm.training.parallel import World
@@ -149,22 +149,17 @@ def _check(options: TrainOptions, config: ModelConfig, source: Source) -> None:
             raise UsageError(str(fault)) from fault
         if options.length <= config.mtp.block_size:
             raise UsageError(f"--length {options.length} is no longer than a block of mask rows")
-    longest = max(config.hidden_size, config.intermediate_size, config.query_width)
-    if FORMATS[config.weight_format].group is None and longest * 128 >= MOST_EXACT:
-        raise UsageError(f"rows of {longest} are too long for exact sums in float32")
+    if FORMATS[config.weight_format].group is None:
+        try:
+            check_exact(max(config.hidden_size, config.intermediate_size, config.query_width))
+        except ValueError as fault:
+            raise UsageError(str(fault)) from fault
     if options.packed:
-        _check_packed(config)
+        try:
+            check_packable(config)
+        except UsageError as fault:
+            raise UsageError(f"--packed: {fault}") from fault
     if options.length > config.max_position_embeddings:
         raise UsageError(
             f"--length is {options.length}; the model serves {config.max_position_embeddings}"
         )
-
-
-def _check_packed(config: ModelConfig) -> None:
-    """UsageError for what `checkpoint.save` cannot write packed."""
-    if config.architecture != "bitnet":
-        raise UsageError("--packed: only a BitNet can be written packed")
-    sizes = (config.query_width, config.key_value_width, config.hidden_size)
-    for rows in (*sizes, config.intermediate_size):
-        if rows % PACKED_ROWS:
-            raise UsageError(f"--packed: matrices of {rows} rows, not a multiple of {PACKED_ROWS}")

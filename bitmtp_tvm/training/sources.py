@@ -127,12 +127,18 @@ def _files(option: str, places: Sequence[str], own: Sequence[Path]) -> list[Path
             found.append(path)
         elif path.is_dir():
             inside = sorted(p for p in path.rglob("*") if p.is_file())
-            inside = [p for p in inside if not any(p.resolve().is_relative_to(o) for o in own)]
+            # Resolved once: a corpus has many files.
+            whole = path.resolve()
+            inside = [p for p in inside if not _below(whole / p.relative_to(path), own)]
             shards = [p for p in inside if p.name.endswith(_XZ)]
             found += shards or [p for p in inside if not _hidden(p.relative_to(path))]
         else:
             raise UsageError(f"{option}: {place} is not there")
     return found
+
+
+def _below(path: Path, folders: Sequence[Path]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
 
 
 def _hidden(path: Path) -> bool:

@@ -2,12 +2,13 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 
 from bitmtp_tvm.statistics import Statistics
+from relax_models.state import Word
 
 
 class TokenSession(Protocol):
@@ -37,6 +38,10 @@ class TokenSession(Protocol):
 
     def write(self, state: np.ndarray, seen: np.ndarray | None = None) -> None:
         """Set the state `(STATE_WORDS,)` int32, and `seen` `(V,)` int32; forgets what is unread."""
+
+    def adjust(self, words: Mapping[Word, int]) -> None:
+        """Set single words of the state behind everything enqueued so far; the other words stay as
+        the steps leave them."""
 
     def run(self, width: int, steps: int) -> None:
         """Enqueue steps in the bucket `width`, and a snapshot behind them."""
@@ -73,6 +78,9 @@ class Flight:
 
     def write(self, state: np.ndarray, seen: np.ndarray | None) -> None:
         self._session.write(state, seen)
+
+    def adjust(self, words: Mapping[Word, int]) -> None:
+        self._session.adjust(words)
 
     def run(self, width: int, steps: int) -> None:
         self._lap(idle=not self._chunks)

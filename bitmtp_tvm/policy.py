@@ -15,7 +15,8 @@ from bitmtp_tvm.step_times import StepTimes
 from relax_models.state import MOST_ROWS, STATE_WORDS, Layout, Word
 
 STICKY = 1.03
-"""A change costs a stop of the pipeline: the new choice must be better by this factor."""
+"""The new choice must be better by this factor: rates are estimates, which waver, and a change out
+of a wider bucket may begin with a step that holds its chains."""
 
 LOSS, PROMISING_LOSS = 0.015, 0.03
 """Share of plain decoding's time that trying may lose; more where drafting promises much, so that a
@@ -37,7 +38,8 @@ the first tokens of a text are its hardest, and wide steps that cannot last woul
 
 TRIAL_STEPS = 4
 TRIAL_COST = 0.5
-"""Of a plain step: what a trial is charged for stopping the pipeline twice."""
+"""Of a plain step: what a trial is charged for its end, where the device waits until the host has
+seen what the last steps gave."""
 
 UNLIMITED = 16
 """Steps that are affordable without looking again between chunks."""

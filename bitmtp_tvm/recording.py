@@ -1,6 +1,6 @@
 """What every step of a decode did, read from the state in front of it and behind it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +102,9 @@ class Recorder:
     def write(self, state: np.ndarray, seen: np.ndarray | None = None) -> None:
         self._state = state.copy()
         self._session.write(state, seen)
+
+    def adjust(self, words: Mapping[Word, int]) -> None:
+        self._session.adjust(words)
 
     def run(self, width: int, steps: int) -> None:
         self._width = width

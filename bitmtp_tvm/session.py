@@ -3,7 +3,7 @@
 It knows tensors and slots; tokens mean nothing to it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from bitmtp_tvm.device import read_device, read_host
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import Manifest
 from bitmtp_tvm.snapshot import DeviceSnapshots, HostSnapshots, Snapshots
-from relax_models.state import RING, RING_ROWS, STATE_WORDS
+from relax_models.state import RING, RING_ROWS, STATE_WORDS, Word
 
 # Called with the phase in words, the bytes done and the total.
 Progress = Callable[[str, int, int], None]
@@ -162,6 +162,14 @@ class Session:
         self._loop["state"].copyfrom(state)
         if seen is not None:
             self._loop["seen"].copyfrom(seen)
+
+    def adjust(self, words: Mapping[Word, int]) -> None:
+        """Set single words of the state behind everything enqueued so far.
+
+        The other words stay as the steps leave them.
+        """
+        # The state is the first buffer of the snapshots.
+        self._snapshots.put(0, words.items())
 
     def run(self, width: int, steps: int) -> None:
         """Enqueue `steps` (one of `chunks`) steps in the bucket `width`, and a snapshot behind.

@@ -1,8 +1,11 @@
-"""Copies of device buffers that are enqueued behind the work that fills them, and read later."""
+"""Copies of device buffers that are enqueued behind the work that fills them, and read later.
+
+Single words may be put into a buffer in the same way.
+"""
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,6 +21,9 @@ class Snapshots(Protocol):
 
     def take(self) -> None:
         """Enqueue a copy of the buffers as everything enqueued so far leaves them."""
+
+    def put(self, buffer: int, words: Iterable[tuple[int, int]]) -> None:
+        """Set words (place and int32) of a buffer, by its place, behind everything enqueued."""
 
     def read(self) -> tuple[np.ndarray, ...]:
         """The oldest copy that was not read, in the order of the buffers; waits for it."""
@@ -37,6 +43,12 @@ class HostSnapshots:
 
     def take(self) -> None:
         self._taken.append(tuple(tensor.numpy() for tensor in self._tensors))
+
+    def put(self, buffer: int, words: Iterable[tuple[int, int]]) -> None:
+        values = self._tensors[buffer].numpy()
+        for place, value in words:
+            values[place] = value
+        self._tensors[buffer].copyfrom(values)
 
     def read(self) -> tuple[np.ndarray, ...]:
         return self._taken.popleft()
@@ -82,6 +94,13 @@ class DeviceSnapshots:
             call_driver(self._driver, "cuMemcpyDtoHAsync_v2", target, source, size, None)
         call_driver(self._driver, "cuEventRecord", event, None)
         self._taken.append(slot)
+
+    def put(self, buffer: int, words: Iterable[tuple[int, int]]) -> None:
+        first = self._tensors[buffer].data_ptr()
+        for place, value in words:
+            target, bits = ctypes.c_uint64(first + 4 * place), ctypes.c_uint32(value & 0xFFFFFFFF)
+            one = ctypes.c_size_t(1)
+            call_driver(self._driver, "cuMemsetD32Async", target, bits, one, None)
 
     def read(self) -> tuple[np.ndarray, ...]:
         slot = event, arrays = self._taken.popleft()

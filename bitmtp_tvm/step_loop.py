@@ -93,7 +93,11 @@ class StepLoop:
         self._policy = policy
         self._choice = policy.choice()
         self._seen = seen
-        self._written: dict[Word, int] | None = None
+        # The words of the choice that the device was told last, and the steps enqueued since.
+        self._told: dict[Word, int] | None = None
+        self._steps_since = 0
+        # Rows that may be pending behind everything enqueued.
+        self._most_pending = self.pending
         self._chunks_run = 0
 
     @property
@@ -107,46 +111,63 @@ class StepLoop:
     def fill(self) -> None:
         """Enqueue chunks until `depth` are under way, or no further step could be of use."""
         while self.finish == Finish.RUNNING and len(self._flight) < self._session.depth:
-            if self._written != self._choice.words:
-                # The state may be written with nothing under way.
-                if self._flight:
-                    return
-                self._write()
+            if self._told != self._choice.words:
+                self._tell()
             width, steps = self._next_chunk()
             if not steps:
                 return
             self._flight.run(width, steps)
+            self._most_pending = self._pending_after(width)
+            self._steps_since += steps
             self._chunks_run += 1
 
     def read(self) -> Iterator[Committed]:
         """Wait for the oldest chunk; the tokens that it committed, made only as they are taken."""
         before = int(self.state[Word.LENGTH])
         self.state, ring = self._flight.read()
+        if not self._flight:
+            self._most_pending = self.pending
         self._choice = self._policy.update(self.state)
         return committed(ring, before, int(self.state[Word.LENGTH]))
 
-    def _write(self) -> None:
-        words = self._choice.words
-        state = self.state.copy()
-        for word, value in words.items():
-            state[word] = value
-        self._flight.write(state, self._seen)
-        # The device keeps it from here on.
-        self._seen = None
-        self._written = words
+    def _tell(self) -> None:
+        """Give the device the words of the choice, behind the steps that are under way."""
+        words, told = self._choice.words, self._told
+        if told is None:
+            state = self.state.copy()
+            for word, value in words.items():
+                state[word] = value
+            self._flight.write(state, self._seen)
+            # The device keeps it from here on.
+            self._seen = None
+        else:
+            self._flight.adjust(
+                {word: value for word, value in words.items() if value != told[word]}
+            )
+        self._told, self._steps_since = words, 0
+
+    def _pending_after(self, width: int) -> int:
+        """Rows that a step of the choice in this bucket leaves pending at most."""
+        # The last verified token, and the unverified chain behind it.
+        chain = min(self._choice.most_chain, self._choice.masks, width - 1)
+        mode = self.state[Word.MODE]
+        if mode == Mode.CONFIDENCE or (mode == Mode.HYBRID and chain >= self.state[Word.MIN_CHAIN]):
+            return 1 + chain
+        return 1
 
     def _next_chunk(self) -> tuple[int, int]:
         """Bucket and steps of the next chunk; no steps: those under way may be enough."""
-        if self.pending > self._choice.width:
-            # A chain from a wider bucket: one step that holds it, and all fits again.
-            return min(w for w in self._session.widths if w >= self.pending), 1
+        width, chunks = self._choice.width, self._session.chunks[: self._chunks_run + 1]
+        if self._most_pending > width:
+            # There may be a chain from a wider bucket: one step that holds it, and all fits again.
+            width, chunks = min(w for w in self._session.widths if w >= self._most_pending), (1,)
         left = int(self.state[Word.LIMIT] - self.state[Word.LENGTH])
         # Every step commits a token at the least; more than are likely to be needed would be idle.
         most = math.ceil(left / self._tokens_per_step()) - self._flight.steps
         if self._choice.most_steps is not None:
-            most = min(most, self._choice.most_steps - self._flight.steps)
-        chunks = self._session.chunks[: self._chunks_run + 1]
-        return self._choice.width, max((steps for steps in chunks if steps <= most), default=0)
+            # The first ones under way may be of another choice.
+            most = min(most, self._choice.most_steps - min(self._flight.steps, self._steps_since))
+        return width, max((steps for steps in chunks if steps <= most), default=0)
 
     def _tokens_per_step(self) -> float:
         """So far; 1 before the first step."""

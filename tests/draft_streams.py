@@ -87,8 +87,8 @@ def decode(
 ) -> Run:
     """Decode so many tokens in chunks of up to 4 steps.
 
-    `switch`: plain steps that a change of the choice costs, for the pipeline is stopped. `ahead`:
-    as on a GPU, where the next chunk is under way when one is read.
+    `switch`: plain steps that a change of the choice costs: a wider step, or the wait behind a
+    trial. `ahead`: as on a GPU, where the next chunk is under way when one is read.
     """
     state, ring = begun(wanted, tokens)
     following = source if isinstance(source, Policy) else None

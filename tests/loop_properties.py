@@ -67,6 +67,35 @@ class Model:
             if state[Word.FINISH]:
                 return tokens, state
 
+    def run_changing(self, prompt, state, changes, ahead):
+        """Tokens, and the states behind chunks of two steps, each with a bucket and words of its
+        own. `ahead`: words follow what is under way; else all is read, and the state written."""
+        session, first = self.session, len(prompt)
+        session.prefill(prompt, 0)
+        session.write(state)
+        states, under_way = [], 0
+
+        def read():
+            state, ring = session.read()
+            states.append(state)
+            return state, ring[Ring.TOKEN, first : state[Word.LENGTH]].tolist()
+
+        for width, words in changes:
+            if ahead:
+                session.adjust(words)
+            else:
+                state = state.copy()
+                state[list(words)] = list(words.values())
+                session.write(state)
+            session.run(width, 2)
+            under_way += 1
+            if under_way == (session.depth if ahead else 1):
+                state, tokens = read()
+                under_way -= 1
+        for _ in range(under_way):
+            state, tokens = read()
+        return tokens, states
+
     def plain(self, prompt, sampling=None, seen=None):
         """What plain decoding gives."""
         state = self.state(prompt, self.options(), Layout.CHAIN, 0, sampling)
@@ -182,6 +211,38 @@ class LoopProperties:
             accept(state, ring, seen, *choose(logits, rows.logit_rows, rows.horizon, state, seen))
         assert tokens[len(prompt) :] == ring[Ring.TOKEN, len(prompt) : LIMIT].tolist()
         assert_array_equal(last, state)
+
+    @pytest.mark.parametrize("mode", ["speculative", "hybrid"])
+    def test_words_may_change_behind_steps_that_are_under_way(self, model, mode):
+        thresholds = {"draft_threshold": 0.01}
+        if mode == "hybrid":
+            # Some of the words allow chains, others are left with drafts.
+            thresholds |= {"threshold": 0.02, "min_chain": 3}
+        options, masks = model.options(mode, **thresholds), model.masks
+        names = Word.LAYOUT, Word.MASKS, Word.MOST_DRAFTS, Word.MOST_CHAIN
+        values = [
+            (Layout.CHAIN, masks, masks, 3),
+            (Layout.OUTCOMES, masks, 1, 2),
+            (Layout.CHAIN, 0, 0, 0),
+            (Layout.OUTCOMES, masks, masks, 3),
+            (Layout.CHAIN, masks, 1, 3),
+        ]
+        # To the end and beyond it: every step commits a token.
+        changes = [
+            (model.widths[-1 - i % 2], dict(zip(names, map(int, values[i % 5]), strict=True)))
+            for i in range(LIMIT // 2 + 1)
+        ]
+        for prompt in model.prompts:
+            state = model.state(prompt, options, Layout.CHAIN, 0)
+            tokens, states = model.run_changing(prompt, state.copy(), changes, ahead=True)
+            expected, stops = model.run_changing(prompt, state.copy(), changes, ahead=False)
+            assert tokens == expected and len(prompt) + len(tokens) == LIMIT
+            assert_array_equal(states, stops)
+            assert states[-1][Word.EVALUATED] > 0
+            assert bool(states[-1][Word.UNVERIFIED_TOKENS]) == (mode == "hybrid")
+            # A state that was read has the words of its own chunk.
+            for (_, words), found in zip(changes, states, strict=True):
+                assert found[list(words)].tolist() == list(words.values())
 
     def test_steps_after_the_stop_change_nothing(self, model):
         state = model.state([5, 9], model.options(), Layout.CHAIN, 0, limit=7)

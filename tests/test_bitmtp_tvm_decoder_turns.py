@@ -120,7 +120,7 @@ def test_an_older_sequence_cannot_be_read_on(read, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("done", [True, False])
-@pytest.mark.parametrize("call", ["prefill", "write", "run", "read"])
+@pytest.mark.parametrize("call", ["prefill", "write", "adjust", "run", "read"])
 def test_after_an_interrupt_the_next_generation_is_right(call, done, depth, monkeypatch):
     """`done`: the interrupt comes after the session has done what it was asked."""
     for after in range(4):

@@ -3,14 +3,14 @@
 from itertools import cycle
 
 import pytest
-from fake_model import FakeModel, hashed, right
+from fake_model import FakeModel, hashed, right, right_but_unsure
 from following import PROMPT, follow, stop
 from twin_session import CHEAP_ROWS, TwinSession, mtp_of
 
 from bitmtp_tvm.decoder import Decoder
 from bitmtp_tvm.modes import resolve
 from bitmtp_tvm.policy import StepChoice
-from relax_models.state import Kind, Layout, Word
+from relax_models.state import Finish, Kind, Layout, Word
 
 
 def choice(width, masks, drafts, chain=None, layout=Layout.CHAIN, most_steps=None):
@@ -22,17 +22,22 @@ PLAIN = choice(1, 0, 0)
 
 
 class Scripted:
-    """Goes through its choices, one at each read-back, again and again."""
+    """Goes through its choices, one at each read-back, again and again.
+
+    `words`: those of the states that were read. Until the end, no step is idle.
+    """
 
     def __init__(self, *choices):
         self._choices = cycle(choices)
-        self.lengths = []
+        self.lengths, self.words = [], []
 
     def choice(self):
         return next(self._choices)
 
     def update(self, state):
+        assert state[Word.FINISH] != Finish.RUNNING or not state[Word.IDLE]
         self.lengths.append(int(state[Word.LENGTH]))
+        self.words.append({word: state[word] for word in PLAIN.words})
         return next(self._choices)
 
 
@@ -40,7 +45,7 @@ def generate(choices, mode, depth, wanted=40, model=None, **session):
     model = model or FakeModel()
     session = TwinSession(model, depth=depth, **session)
     decoder = Decoder(session, CHEAP_ROWS)
-    policy = Scripted(*choices)
+    policy = choices if isinstance(choices, Scripted) else Scripted(*choices)
     decoder.policy = lambda options: policy
     options = resolve(mtp_of(model), session.widths, mode=mode)
     stream = decoder.generate(PROMPT, stop(wanted), options)
@@ -79,7 +84,49 @@ def test_words_are_written_when_they_change_and_only_then(depth):
     assert session.calls.count("write") == 1 and set(stats.steps) == {8, 16, 32}
     other = choice(16, 4, 3)
     session, _ = generate((choice(16, 4, 4), other, other), "speculative", depth)
-    assert session.calls.count("write") > 1
+    assert session.calls.count("write") == 1 and session.calls.count("adjust") > 1
+
+
+def test_another_choice_waits_for_nothing():
+    model = FakeModel(quality=right_but_unsure)
+    wide, narrow = choice(16, 8, 7), choice(4, 2, 1)
+    policy = Scripted(wide, narrow)
+    session, stats = generate(policy, "speculative", 2, 40, model)
+    assert session.calls.count("adjust") > 4
+    assert 0 not in list(under_way(session.calls))[2:-1]
+    # Nor for a wider step in between: one row is pending behind every step.
+    assert set(stats.steps) == {16, 4}
+    # A new choice is that of the steps enqueued behind it, and of none before.
+    expected = [wide, *[wide, narrow] * len(policy.words)]
+    assert policy.words == [choice.words for choice in expected[: len(policy.words)]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "first", "second", "holding"),
+    [
+        # Eight unverified tokens behind a verified one, or as many as the words allow.
+        ("hybrid", choice(32, 8, 8), PLAIN, 16),
+        ("hybrid", choice(32, 8, 8, chain=7), choice(4, 1, 1), 8),
+        ("confidence", choice(16, 3, 0), choice(2, 1, 0), 4),
+        ("confidence", choice(8, 8, 0), choice(4, 2, 0), 8),
+        ("confidence", choice(4, 8, 0, chain=15), choice(2, 1, 0), 4),
+        # Chains that are too short for hybrid, and room for any.
+        ("hybrid", choice(32, 5, 5), choice(4, 1, 1), 4),
+        ("confidence", choice(16, 3, 0), choice(4, 2, 0), 4),
+    ],
+)
+def test_the_step_behind_chains_that_may_be_pending_holds_them(mode, first, second, holding):
+    """Nobody waits to see whether they are."""
+    session, stats = generate([first, *[second] * 99], mode, 2)
+    one = holding > second.width
+    calls = session.calls[session.calls.index("adjust") :]
+    assert calls[1] == f"run {holding}x{1 if one else 4}" and stats.steps[second.width]
+
+
+def test_what_was_read_with_nothing_under_way_is_all_that_is_pending():
+    model = FakeModel(quality=right_but_unsure)
+    _, stats = generate([choice(32, 8, 8), *[PLAIN] * 99], "hybrid", 1, 40, model)
+    assert set(stats.steps) == {32, 1}
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -102,12 +149,23 @@ def test_chunks_grow_and_stop_where_the_policy_wants_to_be_asked(depth):
     assert max(under_way(session.calls)) <= 3
 
 
-def under_way(calls):
-    """Steps that were enqueued and not read, after each call."""
+def test_a_choice_for_a_few_steps_counts_its_own():
+    """Eight of another one are under way when it is told, and four of it may follow."""
+    model, trial = FakeModel(quality=right_but_unsure), choice(4, 1, 1, most_steps=4)
+    session, _ = generate([*[PLAIN] * 5, *[trial] * 99], "speculative", 2, 60, model)
+    calls = session.calls
+    at = calls.index("adjust")
+    assert calls[at - 2 : at + 2] == ["run 1x8", "read", "adjust", "run 4x4"]
+    assert max(under_way(calls, width=4)) == 4
+
+
+def under_way(calls, width=None):
+    """Steps (of a width) that were enqueued and not read, after each call."""
     chunks = []
     for call in calls:
         if call.startswith("run"):
-            chunks.append(int(call.split("x")[1]))
+            ran, steps = map(int, call.removeprefix("run ").split("x"))
+            chunks.append(steps if width in (None, ran) else 0)
         elif call == "read":
             chunks.pop(0)
         yield sum(chunks)

@@ -1,11 +1,11 @@
 """A session without a device: the numpy twin of the decode step around the fake model.
 
 It keeps snapshots in order like a device that works ahead, and is strict about what a device would
-not forgive: words written under way, too many chunks, slots and tokens out of range, a full ring.
+not forgive: a state written under way, too many chunks, slots and tokens out of range, a full ring.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from fake_model import FakeModel
@@ -14,6 +14,7 @@ from bitmtp_tvm.reference.choose import choose
 from bitmtp_tvm.reference.step import accept, new_state, step_rows
 from bitmtp_tvm.step_times import StepTimes
 from relax_models.state import (
+    MOST_ROWS,
     MOST_STOPS,
     NEVER,
     RING,
@@ -24,6 +25,7 @@ from relax_models.state import (
 
 MOST_IDLE = 200
 WIDTHS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
+CHOICE_WORDS = {Word.LAYOUT, Word.MASKS, Word.MOST_DRAFTS, Word.MOST_CHAIN}
 CHEAP_ROWS = StepTimes({width: 1 + width / 64 for width in range(1, 65)}, measured=True)
 """Wide steps cost little more than narrow ones, as on a GPU."""
 
@@ -88,6 +90,14 @@ class TwinSession:
             assert seen.shape == (self.vocab_size,) and seen.dtype == np.int32
             self._seen = seen.copy()
         self._length_read = length
+
+    def adjust(self, words: Mapping[Word, int]) -> None:
+        # What is under way has run already, and its snapshots are copies.
+        self.calls.append("adjust")
+        assert words and set(words) <= CHOICE_WORDS
+        for word, value in words.items():
+            assert 0 <= value < MOST_ROWS
+            self.state[word] = value
 
     def run(self, width: int, steps: int) -> None:
         self.calls.append(f"run {width}x{steps}")

@@ -48,10 +48,10 @@ def attention(
     @T.macro
     def one_head(q, cache, boundary, visible, out, row, head):
         score = T.sblock_alloc_buffer((room,), "float32")
-        sums = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-        top = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        norms = T.sblock_alloc_buffer((LANES,), "float32", scope="local")
-        mixed = T.sblock_alloc_buffer((chunk,), "float32", scope="local")
+        sums = T.sblock_alloc_buffer((lanes,), "float32")
+        top = T.sblock_alloc_buffer((1,), "float32")
+        norms = T.sblock_alloc_buffer((LANES,), "float32")
+        mixed = T.sblock_alloc_buffer((chunk,), "float32")
         top[0] = T.float32(NEG_INF)
         for t in range(end(boundary, row)):
             sums[span(0, lanes)] = splat(T.float32(0), lanes)

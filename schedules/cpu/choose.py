@@ -95,10 +95,10 @@ def softmax_parts(
         for i in range(rows * parts):
             with T.sblock("part"):
                 task = T.axis.spatial(rows * parts, i)
-                z = T.sblock_alloc_buffer((part,), "float32", scope="local")
-                sums = T.sblock_alloc_buffer((WIDE,), "float32", scope="local")
-                most = T.sblock_alloc_buffer((1,), "float32", scope="local")
-                token = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                z = T.sblock_alloc_buffer((part,), "float32")
+                sums = T.sblock_alloc_buffer((WIDE,), "float32")
+                most = T.sblock_alloc_buffer((1,), "float32")
+                token = T.sblock_alloc_buffer((1,), "int32")
                 if logit_rows[task // parts] >= 0:
                     load(
                         z,
@@ -174,11 +174,11 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
     @T.macro
     def filter_tokens(least, z, at):
         """least: the smallest logit that top_k, and then top_p, keep."""
-        search = T.sblock_alloc_buffer((6,), "int32", scope="local")
-        distance = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        count = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        mass = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        bound = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        search = T.sblock_alloc_buffer((6,), "int32")
+        distance = T.sblock_alloc_buffer((1,), "float32")
+        count = T.sblock_alloc_buffer((1,), "int32")
+        mass = T.sblock_alloc_buffer((1,), "float32")
+        bound = T.sblock_alloc_buffer((1,), "float32")
         least[0] = T.min_value("float32")
         for stage in range(2):
             if is_active(at.state, words, stage, vocab_size):
@@ -200,11 +200,11 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
     @T.macro
     def draw(score, token, z, least, floor, at):
         """The best score of all; nothing is asked of tokens that no noise would lift so far."""
-        bits = T.sblock_alloc_buffer((4,), "uint32", scope="local")
-        keys = T.sblock_alloc_buffer((2,), "uint32", scope="local")
-        product = T.sblock_alloc_buffer((2,), "uint64", scope="local")
-        drawn = T.sblock_alloc_buffer((1,), "int32", scope="local")
-        noisy = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        bits = T.sblock_alloc_buffer((4,), "uint32")
+        keys = T.sblock_alloc_buffer((2,), "uint32")
+        product = T.sblock_alloc_buffer((2,), "uint64")
+        drawn = T.sblock_alloc_buffer((1,), "int32")
+        noisy = T.sblock_alloc_buffer((1,), "float32")
         score[0] = T.float32("-inf")
         for p in range(parts):
             if (at.top[at.row, p] >= least) and (
@@ -227,11 +227,11 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
     @T.macro
     def serve(best, total, token, confidence, logprob, at):
         """What a row that asks gets; token stays -1 where it has no finite logit."""
-        z = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        mass = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        least = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        floor = T.sblock_alloc_buffer((1,), "float32", scope="local")
-        score = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        z = T.sblock_alloc_buffer((1,), "float32")
+        mass = T.sblock_alloc_buffer((1,), "float32")
+        least = T.sblock_alloc_buffer((1,), "float32")
+        floor = T.sblock_alloc_buffer((1,), "float32")
+        score = T.sblock_alloc_buffer((1,), "float32")
         join(best, total, token, mass, at)
         if token[0] >= 0:
             if samples(at):
@@ -261,9 +261,9 @@ def choose(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
         for i in T.parallel(rows):
             with T.sblock("choose"):
                 row = T.axis.spatial(rows, i)
-                peak = T.sblock_alloc_buffer((1,), "float32", scope="local")
-                inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
-                chosen = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                peak = T.sblock_alloc_buffer((1,), "float32")
+                inverse = T.sblock_alloc_buffer((1,), "float32")
+                chosen = T.sblock_alloc_buffer((1,), "int32")
                 chosen[0] = -1
                 confidence[row] = T.float32(0)
                 logprob[row] = T.float32(0)

@@ -29,7 +29,7 @@ def head(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> tirx
         for v, rg in T.grid(vocab_size, rows // group):
             with T.sblock("token"):
                 vv, g = T.axis.remap("SS", [v, rg])
-                sums = T.sblock_alloc_buffer((group * lanes,), "float32", scope="local")
+                sums = T.sblock_alloc_buffer((group * lanes,), "float32")
                 if asks(logit_rows, g * group):
                     for r in T.unroll(group):
                         sums[span(r * lanes, lanes)] = splat(T.float32(0), lanes)
@@ -59,9 +59,9 @@ def greedy(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> ti
         for i in range(rows):
             with T.sblock("row"):
                 row = T.axis.spatial(rows, i)
-                best = T.sblock_alloc_buffer((1,), "float32", scope="local")
-                token = T.sblock_alloc_buffer((1,), "int32", scope="local")
-                broken = T.sblock_alloc_buffer((1,), "int32", scope="local")
+                best = T.sblock_alloc_buffer((1,), "float32")
+                token = T.sblock_alloc_buffer((1,), "int32")
+                broken = T.sblock_alloc_buffer((1,), "int32")
                 best[0] = T.min_value("float32")
                 token[0] = -1
                 broken[0] = 0

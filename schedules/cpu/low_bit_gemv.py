@@ -89,8 +89,8 @@ def _template(work: Workload, dot: DotProduct, group: int, form: Form) -> tirx.P
 
     @T.macro
     def accumulate(q, scale, total, weight, weight_scale, sums, tile, first):
-        partial = T.sblock_alloc_buffer((num_partials,), dot.dtype, scope="local")
-        unpacked = T.sblock_alloc_buffer((dot.codes,), "uint8", scope="local")
+        partial = T.sblock_alloc_buffer((num_partials,), dot.dtype)
+        unpacked = T.sblock_alloc_buffer((dot.codes,), "uint8")
         for i in T.unroll(group):
             sums[span(i * TILE, TILE)] = T.Broadcast(T.Cast(sum_dtype, 0), TILE)
         for block in range(blocks):
@@ -114,7 +114,7 @@ def _template(work: Workload, dot: DotProduct, group: int, form: Form) -> tirx.P
 
     @T.macro
     def one_tile(q, scale, total, weight, weight_scale, residual, y, tile, rows):
-        sums = T.sblock_alloc_buffer((num_sums,), sum_dtype, scope="local")
+        sums = T.sblock_alloc_buffer((num_sums,), sum_dtype)
         accumulate(q, scale, total, weight, weight_scale, sums, tile, rows * group)
         for r, lane in T.grid(group, TILE):
             if tile * TILE + lane < columns:

@@ -80,10 +80,10 @@ def _quantizer(work: Workload, size: int):
 
     @T.macro
     def quantize_row(values, q, scale, total, row):
-        bounds = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-        sums = T.sblock_alloc_buffer((lanes,), "int32", scope="local")
-        codes = T.sblock_alloc_buffer((lanes,), "int8", scope="local")
-        bound = T.sblock_alloc_buffer((1,), "float32", scope="local")
+        bounds = T.sblock_alloc_buffer((lanes,), "float32")
+        sums = T.sblock_alloc_buffer((lanes,), "int32")
+        codes = T.sblock_alloc_buffer((lanes,), "int8")
+        bound = T.sblock_alloc_buffer((1,), "float32")
         for g in range(size // columns):
             bounds[span(0, lanes)] = const(0.0)
             for k in range(steps):
@@ -129,8 +129,8 @@ def _normed(work: Workload, load) -> tirx.PrimFunc:
             with T.sblock("row"):
                 row = T.axis.spatial(width, i)
                 values = T.sblock_alloc_buffer((size,), "float32")
-                squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-                inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                squares = T.sblock_alloc_buffer((lanes,), "float32")
+                inverse = T.sblock_alloc_buffer((1,), "float32")
                 squares[span(0, lanes)] = splat(T.float32(0), lanes)
                 for k in range(steps):
                     values[span(k * lanes, lanes)] = load(x, row, k * lanes, lanes, size)
@@ -197,8 +197,8 @@ def qk_norm(func: tirx.PrimFunc, work: Workload, target: tvm.target.Target) -> t
         for task in range(width * (first_v + kv_heads)):
             with T.sblock("head"):
                 vt = T.axis.spatial(width * (first_v + kv_heads), task)
-                squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-                inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                squares = T.sblock_alloc_buffer((lanes,), "float32")
+                inverse = T.sblock_alloc_buffer((1,), "float32")
                 row = T.meta_var(vt // (first_v + kv_heads))
                 head = T.meta_var(vt % (first_v + kv_heads))
                 squares[span(0, lanes)] = splat(T.float32(0), lanes)
@@ -246,8 +246,8 @@ def final_norm(
         for i in range(rows):
             with T.sblock("row"):
                 vi = T.axis.spatial(rows, i)
-                squares = T.sblock_alloc_buffer((lanes,), "float32", scope="local")
-                inverse = T.sblock_alloc_buffer((1,), "float32", scope="local")
+                squares = T.sblock_alloc_buffer((lanes,), "float32")
+                inverse = T.sblock_alloc_buffer((1,), "float32")
                 if logit_rows[vi] < 0:
                     for k in range(steps):
                         normed[vi, span(k * lanes, lanes)] = splat(T.float32(0), lanes)

@@ -112,6 +112,10 @@ def load_transformers(directory: Path, dtype: torch.dtype = torch.float32) -> Bi
 
 
 def transformers_logits(model: BitNetForCausalLM, tokens: np.ndarray) -> np.ndarray:
-    """Logits `(W, V)` float32 of one causal forward over tokens `(W,)`."""
-    with torch.no_grad():
+    """Logits `(W, V)` float32 of one causal forward over tokens `(W,)`.
+
+    Step by step as written: compiled, Transformers' division by the largest value rounds
+    differently, and with it now and then an activation.
+    """
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         return model(torch.tensor(tokens)[None].long()).logits[0].float().numpy()

@@ -102,7 +102,7 @@ def test_logits_are_those_of_transformers(pair):
 
 
 def test_every_linear_is_that_of_transformers(pair, trace):
-    """On its very inputs: the int8 activations equal, and the sums exact."""
+    """On its very inputs: the int8 activations equal, but for ties, and the sums exact."""
     ours, model, _ = pair
     linears = [n for n in trace if n.endswith("_proj")]
     assert len(linears) == 7 * ours.config.num_hidden_layers
@@ -111,16 +111,29 @@ def test_every_linear_is_that_of_transformers(pair, trace):
         codes = (module.weight.detach().numpy() + 1).astype(np.uint8)
         q, scale, total = quantize(x)
         k = x.shape[1]
-        s = 127 / np.abs(x).max(axis=-1, keepdims=True)
-        integers = (torch.tensor(x) * torch.tensor(s)).round().clamp(-128, 127).numpy()
-        np.testing.assert_array_equal(q[:, :k], integers)
+        same = alike(x, q[:, :k])
         assert not q[:, k:].any()
         exact = q[:, :k].astype(np.int64) @ codes.astype(np.int64).T
         np.testing.assert_array_equal(low_bit_accumulate(q, codes), exact)
         np.testing.assert_array_equal(total, q.sum(axis=-1))
         weight_scale = module.weight_scale.numpy()
         got = low_bit_linear(q, scale, total, codes, weight_scale, [len(codes)])
-        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+        tolerance = 1e-5 * np.abs(wanted).max()
+        np.testing.assert_allclose(got[same], wanted[same], rtol=1e-4, atol=tolerance)
+
+
+def alike(x, q):
+    """Rows whose int8 values are those of Transformers, which are nearly all.
+
+    It multiplies by 127 times a reciprocal: what that moves lies on a tie.
+    """
+    theirs = torch.tensor(x)
+    theirs = (theirs * (127 / theirs.abs().max(dim=-1, keepdim=True).values)).round().numpy()
+    moved = np.clip(theirs, -128, 127) != q
+    wide = x.astype(np.float64)
+    fraction = np.abs(wide * 127 / np.abs(wide).max(axis=-1, keepdims=True)) % 1
+    assert np.abs(fraction[moved] - 0.5).max(initial=0) < 1e-4 and moved.sum() <= 1
+    return ~moved.any(axis=-1)
 
 
 def test_every_norm_is_that_of_transformers(pair, trace):

@@ -141,17 +141,20 @@ def dividing(extent: int, most: int) -> list[int]:
     return [n for n in powers(most) if extent % n == 0]
 
 
-def tasks(block: str, serial: bool = False) -> Steps:
+def tasks(block: str, alone: int = 0) -> Steps:
     """Steps for a block whose outermost loop runs over independent tasks.
 
     Threads of the processor share them in portions of `grain`; a portion of all is one thread's.
-    The rule's portion is one task, or with `serial` all of them.
+    The rule's portion is one task, or all of them where the operation's first argument has no more
+    than `alone` elements: by the time that other threads are awake, one would be done.
     """
 
     def steps(schedule: s_tir.Schedule, decide: Decisions) -> None:
         loop = schedule.get_loops(schedule.get_sblock(block))[0]
         extent = int(schedule.get(loop).extent)
-        grain = decide.one_of("grain", powers(extent), extent if serial else 1)
+        elements = math.prod(int(dim) for dim in schedule.mod[MAIN].params[0].ty.shape)
+        ruled = extent if elements <= alone else 1
+        grain = decide.one_of("grain", powers(extent), ruled)
         portions, _ = schedule.split(loop, [None, grain])
         schedule.parallel(portions)
 

@@ -16,22 +16,25 @@ from schedules.cpu.norm import (
 from schedules.cpu.step import accept, running, step_rows
 from schedules.sampled import Space, tasks, tiled
 
+ALONE = 1 << 14
+"""Elements that norms and quantisation take some 10 µs for; waking a thread takes 2 to 3."""
+
 RULES = {
     "accept": accept,
     "attention": Space(attention, tasks("head")),
     # A few rows, and TVM reads this function back from a database as another one.
     "choose": choose,
     "embed": embed,
-    "final_norm": Space(final_norm, tasks("row", serial=True)),
-    "gated_norm_quantize": Space(gated_norm_quantize, tasks("row")),
-    "gated_quantize": Space(gated_quantize, tasks("row")),
+    "final_norm": Space(final_norm, tasks("row", ALONE)),
+    "gated_norm_quantize": Space(gated_norm_quantize, tasks("row", ALONE)),
+    "gated_quantize": Space(gated_quantize, tasks("row", ALONE)),
     "greedy": Space(greedy, tasks("row")),
     "head": Space(head, tiled("token")),
     "low_bit_embed": low_bit_embed,
     "low_bit_linear": Space(low_bit_linear, tiled("tile")),
-    "norm_quantize": Space(norm_quantize, tasks("row")),
+    "norm_quantize": Space(norm_quantize, tasks("row", ALONE)),
     "qk_norm": Space(qk_norm, tasks("head")),
-    "quantize": Space(quantize, tasks("row")),
+    "quantize": Space(quantize, tasks("row", ALONE)),
     "rope_kv_write": rope_kv_write,
     "softmax_parts": Space(softmax_parts, tasks("part")),
     "running": running,

@@ -10,7 +10,7 @@ from cpu_kernels import CPU, build, run, scheduled
 from bitmtp_tvm import reference
 from bitmtp_tvm.specialize import bind_dims
 from bitmtp_tvm.targets import AARCH64, get_target, tvm_target
-from relax_models import attention_ops, ops
+from relax_models import ops
 from relax_models.formats import bf16_bits, pack, padded_k
 from schedules import cpu, rule
 from schedules.cpu.vector import group_for, lanes_for
@@ -156,40 +156,6 @@ def test_a_row_of_zeros_quantises_to_zeros():
     q, scale, total = run(func, [x, weight, *empty_quantized(2, 64)])[-3:]
     assert not q.any() and not total.any()
     np.testing.assert_allclose(scale, 1e-5 / 127, rtol=1e-6)
-
-
-@pytest.mark.parametrize("head_dim", [12, 16, 64, 128])
-@pytest.mark.parametrize("boundary", [0, 1, 37, 250])
-@pytest.mark.parametrize("causal", [False, True])
-def test_attention(rng, head_dim, boundary, causal):
-    heads, kv_heads, slots, width = 6, 2, 300, 16
-    q = normal(rng, width, heads, head_dim)
-    cache = normal(rng, 2, kv_heads, slots, head_dim).astype(np.float16)
-    # What lies behind the rows of this step must not be looked at.
-    cache[:, :, boundary + width :] = np.nan
-    seen = np.tri(width, dtype=bool) if causal else rng.random((width, width)) < 0.5
-    seen |= np.eye(width, dtype=bool)
-    words = np.zeros((width, 2), np.uint32)
-    words[:, 0] = (seen * (1 << np.arange(width))).sum(1)
-    inputs = [q, cache, np.array([boundary], np.int32), *([] if causal else [words])]
-    func = scheduled(attention_ops.attention(heads, kv_heads, head_dim, slots, causal), width=width)
-    got = run(func, [*inputs, np.zeros((width, heads * head_dim), np.float32)])[-1]
-    keys, values = cache.astype(np.float32)
-    want = reference.attention(q, keys, values, boundary, seen)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-def test_attention_of_64_rows_reads_both_words(rng):
-    width, heads, head_dim, slots = 64, 2, 16, 128
-    q = normal(rng, width, heads, head_dim)
-    cache = normal(rng, 2, 1, slots, head_dim).astype(np.float16)
-    seen = (rng.random((width, width)) < 0.3) | np.eye(width, dtype=bool)
-    words = np.packbits(seen, axis=1, bitorder="little").view(np.uint32)
-    func = scheduled(attention_ops.attention(heads, 1, head_dim, slots, False), width=width)
-    arguments = [q, cache, np.array([9], np.int32), words]
-    got = run(func, [*arguments, np.zeros((width, heads * head_dim), np.float32)])[-1]
-    want = reference.attention(q, *cache.astype(np.float32), 9, seen)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("head_dim", [12, 64])

@@ -56,6 +56,35 @@ def tree_sum(buffer: tirx.Var, base, lanes: int):
     return values[0]
 
 
+def tree_max(buffer: tirx.Var, base, lanes: int):
+    """The largest of `lanes` elements of a buffer."""
+    value = buffer[base]
+    for i in range(1, lanes):
+        value = T.max(value, buffer[base + i])
+    return value
+
+
+def sums_of_fours(part: tirx.Var, base):
+    """The sums of eight times four elements as one vector: (0 + 2) + (1 + 3) of every four.
+
+    Element i + 4 takes the upper half of the register whose lower half is element i: what was
+    written four at a time is read so, and no shuffle crosses the halves.
+    """
+
+    def added(low, high, first, second):
+        return T.Shuffle([low, high], first) + T.Shuffle([low, high], second)
+
+    def fours(i):
+        low, high = (part[span(base + 4 * at, 4)] for at in (i, i + 4))
+        return T.Shuffle([low, high], list(range(8)))
+
+    def pairs(i):
+        low, high = fours(i), fours(i + 1)
+        return added(low, high, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15])
+
+    return added(pairs(0), pairs(2), [0, 2, 8, 10, 4, 6, 12, 14], [1, 3, 9, 11, 5, 7, 13, 15])
+
+
 def exp(x, lanes: int):
     """e^x for x <= 0 within 2 ulp, and exactly 0 below -87.
 

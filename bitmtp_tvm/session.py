@@ -14,6 +14,7 @@ from bitmtp_tvm.device import read_device, read_host
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.manifest import Manifest
 from bitmtp_tvm.snapshot import DeviceSnapshots, HostSnapshots, Snapshots
+from bitmtp_tvm.threads import use_cores
 from relax_models.state import RING, RING_ROWS, STATE_WORDS, Word
 
 # Called with the phase in words, the bytes done and the total.
@@ -67,6 +68,8 @@ class Session:
         from tvm.runtime.vm import VirtualMachine
 
         self._tvm = tvm
+        if manifest.kind == "llvm":
+            use_cores(tvm)
         self._device = tvm.cuda(0) if manifest.kind == "cuda" else tvm.cpu(0)
         self.device = manifest.arch or "cpu"
         self._new_machine = lambda: VirtualMachine(library, self._device)

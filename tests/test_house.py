@@ -80,6 +80,7 @@ RUNTIME = {
         "streaming",
         "targets",
         "text",
+        "threads",
         "timing",
         "trace",
         "trace_picture",

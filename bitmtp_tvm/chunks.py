@@ -98,13 +98,15 @@ def capture_graphs(mod: IRModule) -> IRModule:
     return builder.get()
 
 
-def _bindings(func: relax.Function) -> list[relax.Binding]:
+def bindings_of(func: relax.Function) -> list[relax.Binding]:
+    """The bindings of a function's own blocks, those inside of branches not."""
     return [binding for block in func.body.blocks for binding in block.bindings]
 
 
-def _with_bindings(
+def with_bindings(
     func: relax.Function, bindings: list[relax.Binding], result: relax.Expr
 ) -> relax.Function:
+    """`func` with other bindings and another result."""
     body = relax.SeqExpr([relax.BindingBlock(bindings)], result)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
 
@@ -112,11 +114,11 @@ def _with_bindings(
 def _capturable(func: relax.Function) -> relax.Function:
     """`func` in the form that TVM's pass gets right: the region that it lifts begins with the first
     kernel, and it uses what is allocated behind that, or returned from inside it, out of scope."""
-    bindings = _bindings(func)
+    bindings = bindings_of(func)
     storage = [binding for binding in bindings if allocates(binding.value)]
     others = [binding for binding in bindings if not allocates(binding.value)]
     (state,) = [param for param in func.params if param.name == STATE]
-    return _with_bindings(func, storage + others, state)
+    return with_bindings(func, storage + others, state)
 
 
 def _repeated(func: relax.Function, count: int) -> relax.Function:
@@ -126,7 +128,7 @@ def _repeated(func: relax.Function, count: int) -> relax.Function:
     gives no place to a result of none, and then fails to return there.
     """
     bindings: list[relax.Binding] = []
-    for binding in _bindings(func):
+    for binding in bindings_of(func):
         call = binding.value
         if not _runs_graph(call):
             bindings.append(binding)
@@ -139,7 +141,7 @@ def _repeated(func: relax.Function, count: int) -> relax.Function:
             fields = relax.Tuple([region, held, index])
             run = relax.Call(call.op, [name, fields], call.attrs, [result.ty])
             bindings.append(relax.VarBinding(result, run))
-    return _with_bindings(func, bindings, func.body.body)
+    return with_bindings(func, bindings, func.body.body)
 
 
 def _runs_graph(value: relax.Expr) -> bool:

@@ -10,6 +10,7 @@ from tvm.target import Target as TVMTarget
 from bitmtp_tvm.chunks import GRAPH_STORAGE, add_chunks, allocates, capture_graphs, mark_graphs
 from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.fuse import fuse
+from bitmtp_tvm.lean import drop_checks, share_views
 from bitmtp_tvm.manifest import KernelRecord
 from bitmtp_tvm.specialize import Bucket, specialize
 from bitmtp_tvm.tuned import Origin, Tuned
@@ -89,7 +90,7 @@ def _passes(
         ("capture_graphs", capture_graphs),
         ("lower_alloc_tensor", relax.transform.LowerAllocTensor()),
         ("plan_workspace", lambda mod: _plan_workspace(mod, result)),
-        *FINISHING,
+        *(ON_HOST if target.kind.name == "llvm" else FINISHING),
     ]
 
 
@@ -110,7 +111,17 @@ FINISHING: list[tuple[str, Pass]] = [
 ]
 
 
-PASSES = 4 + len(LOWERING) + 3 + len(FINISHING)
+# A step on the processor is all the virtual machine's, which else would make, forget and check
+# hundreds of tensors; what is allocated is freed at the end of a step.
+ON_HOST: list[tuple[str, Pass]] = [
+    ("share_views", share_views),
+    *FINISHING[1:4],
+    ("drop_checks", drop_checks),
+    *FINISHING[4:],
+]
+
+
+PASSES = 4 + len(LOWERING) + 3 + len(ON_HOST)
 
 
 def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:

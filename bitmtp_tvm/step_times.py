@@ -156,13 +156,13 @@ def _median(times: Any, width: int) -> float:
 
 
 # The card model. Fitted to an H200 and untuned kernels (BitNet-2B, 1, 8, 16, 32 and 64 rows: 1.1,
-# 1.5, 1.6, 2.3 and 3.6 ms), and to two cores of an x86-64 server (demo model, 1, 2, 8 and 16 rows:
-# 2.3, 3.1, 6.3 and 10.9 ms).
+# 1.5, 1.6, 2.3 and 3.6 ms), and to two cores of an x86-64 server (demo model, 1, 2, 4, 8 and 16 rows:
+# 1.1, 1.5, 2.4, 4.5 and 9.0 ms).
 GPU_MULTIPLICATIONS = 0.41e12  # a second and multiprocessor
 GPU_KERNEL_SECONDS = 2.5e-6
 LAYER_KERNELS = 11
-CPU_BANDWIDTH = 10e9  # bytes a second
-CPU_MULTIPLICATIONS = 66e9
+CPU_BANDWIDTH = 42e9  # bytes a second
+CPU_MULTIPLICATIONS = 132e9
 
 
 def predict(manifest: Manifest) -> StepTimes:

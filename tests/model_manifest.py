@@ -15,10 +15,10 @@ BITNET_2B = {
     "vocab_size": 128256,
 }
 DEMO = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
+    "hidden_size": 640,
+    "intermediate_size": 1792,
     "num_hidden_layers": 12,
-    "num_attention_heads": 8,
+    "num_attention_heads": 10,
     "num_key_value_heads": 2,
     "head_dim": 64,
     "vocab_size": 8192,

@@ -156,7 +156,7 @@ def _median(times: Any, width: int) -> float:
 
 
 # The card model. Fitted to an H200 and untuned kernels (BitNet-2B, 1, 8, 16, 32 and 64 rows: 1.1,
-# 1.5, 1.6, 2.3 and 3.6 ms), and to two cores of an x86-64 server (demo model, 1, 2, 4, 8 and 16 rows:
+# 1.5, 1.6, 2.3 and 3.6 ms), and to two cores of an x86-64 server (the demo, 1, 2, 4, 8 and 16 rows:
 # 1.1, 1.5, 2.4, 4.5 and 9.0 ms).
 GPU_MULTIPLICATIONS = 0.41e12  # a second and multiprocessor
 GPU_KERNEL_SECONDS = 2.5e-6

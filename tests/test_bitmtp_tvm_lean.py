@@ -37,7 +37,7 @@ class Doubled:
         first = R.memory.alloc_tensor(block, 0, R.shape([4]), "float32")
         other = R.memory.alloc_tensor(block, 0, R.shape([2]), "float32")
         cls.double(x, first)
-        pair = (first, other)
+        _pair = (first, other)
         again = R.memory.alloc_tensor(block, 0, R.shape([4]), "float32")
         cls.double(again, out)
         return out

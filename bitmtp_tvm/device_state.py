@@ -1,12 +1,12 @@
 """The state that a device was measured in: name, driver, clocks, power; as far as it tells."""
 
 import csv
-import os
 import platform
 import subprocess
 from pathlib import Path
 
 from bitmtp_tvm.device import read_device
+from bitmtp_tvm.threads import usable_cores
 
 # Fields of nvidia-smi, and what they are called here.
 NVIDIA_SMI = {
@@ -63,7 +63,7 @@ def _processor() -> str:
 
 def _processor_state() -> dict[str, str]:
     found = {
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(len(usable_cores())),
         "governor": _text(f"{FREQUENCY}/scaling_governor"),
         "clock_khz": _text(f"{FREQUENCY}/scaling_cur_freq"),
         "load": " ".join(_text("/proc/loadavg").split()[:3]),

@@ -19,6 +19,7 @@ from bitmtp_tvm.errors import BitMTPError
 from bitmtp_tvm.libraries import load_tvm_cuda
 from bitmtp_tvm.streaming import read_bandwidth
 from bitmtp_tvm.targets import get_target
+from bitmtp_tvm.threads import usable_cores, use_cores
 from bitmtp_tvm.timing import Timer, make_timer
 from bitmtp_tvm.tuning_bench import Workbench
 from bitmtp_tvm.tuning_plan import TuningPlan, read_plan
@@ -38,6 +39,8 @@ class Worker:
             load_tvm_cuda()
         import tvm
 
+        if target.kind == "llvm":
+            use_cores(tvm)
         self._plan, self._target = plan, target
         self._device: Any = tvm.cuda(0) if target.kind == "cuda" else tvm.cpu(0)
         facts = read_device() if target.kind == "cuda" else read_host()
@@ -76,7 +79,7 @@ class Worker:
         """Multiprocessors, of a processor its cores."""
         if self._target.kind == "cuda":
             return int(self._device.multi_processor_count)
-        return len(os.sched_getaffinity(0))
+        return len(usable_cores())
 
 
 def serve(worker: Any, jobs: TextIO, answers: TextIO) -> int:

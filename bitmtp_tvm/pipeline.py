@@ -120,8 +120,8 @@ ON_HOST: list[tuple[str, Pass]] = [
     *FINISHING[4:],
 ]
 
-
 PASSES = 4 + len(LOWERING) + 3 + len(ON_HOST)
+"""Of a processor; a GPU has one less."""
 
 
 def _decode_loop(mod: IRModule, wanted: Sequence[Bucket], target: TVMTarget) -> IRModule:

@@ -122,7 +122,7 @@ def test_a_database_is_replayed(folder, rng):
     made, origin = using.schedule(norm(), CPU)
     assert origin == Origin("measured", "cpu", "", {"grain": 2})
     ruled, untouched = using.schedule(norm(4), CPU)
-    assert untouched == Origin("rule", "", "", {"grain": 1})
+    assert untouched == Origin("rule", "", "", {"grain": 4})
     assert ruled.script() == Tuned().schedule(norm(4), CPU)[0].script()
     before, _ = Tuned().schedule(norm(), CPU)
     assert made.script() != before.script()

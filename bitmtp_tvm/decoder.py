@@ -1,7 +1,9 @@
 """The decode loop: it knows tokens, the committed length and the materialised boundary."""
 
 import operator
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 
@@ -47,6 +49,16 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context: int) -> li
     return tokens
 
 
+def take(driving: threading.RLock) -> None:
+    """Take `driving` for this thread. Raises `BitMTPError` where another one has it: it may be in
+    steps whose end nobody wants to wait for."""
+    if not driving.acquire(blocking=False):
+        raise BitMTPError(
+            "another thread is decoding on this engine, which answers one prompt at a time: read "
+            "that generation first, or make an engine a thread"
+        )
+
+
 class Decoder:
     """One sequence over one session, which may go on in several turns.
 
@@ -61,9 +73,12 @@ class Decoder:
         self.flight = Flight(session)
         self.tokens: list[int] = []
         self.b = 0
+        # Held while a thread uses the session.
+        self.driving = threading.RLock()
         self._times = times
         self._policy: tuple[DecodeOptions, Policy] | None = None
-        self._current: TokenStream | None = None
+        # Weak, as the stream knows its decoder: the two would outlive the engine.
+        self._current: weakref.ref[TokenStream] | None = None
 
     @property
     def n(self) -> int:
@@ -85,13 +100,18 @@ class Decoder:
         if stop.context > self.session.context:
             raise ValueError(f"{stop.context} tokens of context, the session has room for fewer")
         tokens = check_prompt(prompt_ids, self.session.vocab_size, stop.context)
-        self.flight.drain()
-        self.b = min(self.b, _common(tokens, self.tokens), len(tokens) - 1)
-        self.tokens = tokens
-        self._current = TokenStream(
-            self, stop, options or DecodeOptions(), sampling or SamplingOptions()
-        )
-        return self._current
+        take(self.driving)
+        try:
+            self.flight.drain()
+            self.b = min(self.b, _common(tokens, self.tokens), len(tokens) - 1)
+            self.tokens = tokens
+            made = TokenStream(
+                self, stop, options or DecodeOptions(), sampling or SamplingOptions()
+            )
+            self._current = weakref.ref(made)
+            return made
+        finally:
+            self.driving.release()
 
     def rewind(self, n: int) -> None:
         """Forget all but the first `n` tokens, and end the generation under way.
@@ -100,15 +120,20 @@ class Decoder:
         """
         if not 0 <= n <= self.n:
             raise ValueError(f"{n} tokens of {self.n} cannot stay")
-        if self._current:
-            self._current.abandon()
-        self.flight.drain()
-        self.tokens = self.tokens[:n]
-        self.b = max(0, min(self.b, n - 1))
+        take(self.driving)
+        try:
+            current = self._current and self._current()
+            if current:
+                current.abandon()
+            self.flight.drain()
+            self.tokens = self.tokens[:n]
+            self.b = max(0, min(self.b, n - 1))
+        finally:
+            self.driving.release()
 
     def is_current(self, stream: "TokenStream") -> bool:
         """Whether no newer generation has taken the sequence over."""
-        return stream is self._current
+        return self._current is not None and self._current() is stream
 
     def policy(self, options: DecodeOptions) -> Policy:
         """The policy for `options`, with what it learned while they were the same."""
@@ -152,6 +177,13 @@ class TokenStream(Iterator[int]):
         self._cancelled = False
 
     def __next__(self) -> int:
+        take(self._decoder.driving)
+        try:
+            return self._next()
+        finally:
+            self._decoder.driving.release()
+
+    def _next(self) -> int:
         if not self._cancelled:
             self._check_current()
         while self.finish_reason is None:

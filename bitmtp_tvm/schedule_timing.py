@@ -90,10 +90,8 @@ def run_checked(
     """
     (tensors,) = arguments
     if device.dlpack_device_type() == PROCESSOR:
-        import tvm
-
         # Of this machine, and so as in a session; a board behind RPC has its own server.
-        use_cores(tvm)
+        use_cores()
     built["main"](*tensors)
     device.sync()
     digest = hashlib.sha256()

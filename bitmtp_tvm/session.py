@@ -5,6 +5,7 @@ It knows tensors and slots; tokens mean nothing to it.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -69,10 +70,11 @@ class Session:
 
         self._tvm = tvm
         if manifest.kind == "llvm":
-            use_cores(tvm)
+            use_cores()
         self._device = tvm.cuda(0) if manifest.kind == "cuda" else tvm.cpu(0)
         self.device = manifest.arch or "cpu"
-        self._new_machine = lambda: VirtualMachine(library, self._device)
+        # Not by way of `self`, which then would be freed only when Python looks for cycles.
+        self._new_machine = partial(VirtualMachine, library, self._device)
         self._machine = self._new_machine()
         self._parameters = dict(self._load(artifact, progress))
         self._parameters.update(self._storage())

@@ -1,18 +1,19 @@
 """How many threads a model on the processor runs in: one a core that this process may use.
 
 TVM takes half the logical processors of an x86-64 machine for its cores, also where they are as
-many as the cores, as in most virtual machines, and binds a thread to each of the first ones,
-whatever the process may use.
+many as the cores, as in most virtual machines. And it binds its threads, and the caller's, to the
+first ones, for good and whatever the process may use.
 """
 
+import functools
 import math
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 # TVM's own, and OpenMP's, which it reads too: who sets one has chosen.
 CHOSEN = ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
+_BINDING = "TVM_BIND_THREADS"
 _SHARED = -3
 """TVM's mode in which the threads share the processors that are named."""
 
@@ -20,17 +21,19 @@ _TOPOLOGY = Path("/sys/devices/system/cpu")
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
-def use_cores(tvm: Any) -> None:
-    """Let kernels of this process run on all its cores, within what its container may take.
+def use_cores() -> None:
+    """Let kernels run on all cores, within what the container may take.
 
-    Only before the first kernel: TVM starts its threads once.
+    Each thread of Python that runs kernels gets threads of TVM when it first does, so that the
+    environment is the place to say how many. Where a thread had its own before, they stay.
     """
-    if platform.machine() != "x86_64" or any(os.environ.get(name) for name in CHOSEN):
+    _survive_forks()
+    if platform.machine() != "x86_64":
         return
-    cores = usable_cores()
-    threads = max(1, math.ceil(min(len(cores), _quota())))
-    configure = tvm.get_global_func("runtime.config_threadpool")
-    configure(_SHARED, threads, [str(processor) for processor in cores])
+    os.environ.setdefault(_BINDING, "0")
+    if not any(os.environ.get(name) for name in CHOSEN):
+        threads = math.ceil(min(len(usable_cores()), _quota()))
+        os.environ[CHOSEN[0]] = str(max(1, threads))
 
 
 def usable_cores() -> list[int]:
@@ -56,3 +59,17 @@ def _quota() -> float:
         return math.inf if limit == "max" else int(limit) / int(period)
     except (OSError, ValueError):
         return math.inf
+
+
+@functools.cache
+def _survive_forks() -> None:
+    """A forked child has none of the threads that TVM would wait for: the thread that it goes on in
+    works alone."""
+    import tvm
+
+    configure = tvm.get_global_func("runtime.config_threadpool")
+
+    def alone() -> None:
+        configure(_SHARED, 1, [str(processor) for processor in usable_cores()])
+
+    os.register_at_fork(after_in_child=alone)

@@ -40,7 +40,7 @@ class Worker:
         import tvm
 
         if target.kind == "llvm":
-            use_cores(tvm)
+            use_cores()
         self._plan, self._target = plan, target
         self._device: Any = tvm.cuda(0) if target.kind == "cuda" else tvm.cpu(0)
         facts = read_device() if target.kind == "cuda" else read_host()

@@ -1,5 +1,8 @@
 import dataclasses
+import gc
 import math
+import threading
+import weakref
 from contextlib import suppress
 
 import pytest
@@ -240,3 +243,43 @@ def test_any_talk_keeps_the_contract(case):
             assert stream.finish_reason == reason
             assert not set(tokens[:-1]) & ends or mode not in EXACT
             check_counts(stream)
+
+
+def test_another_thread_is_told_and_disturbs_nothing(monkeypatch):
+    decoder = decoder_of()
+    session, read = decoder.session, decoder.session.read
+    reading, go_on, found = threading.Event(), threading.Event(), []
+
+    def slowly():
+        reading.set()
+        assert go_on.wait(30)
+        return read()
+
+    monkeypatch.setattr(session, "read", slowly)
+    stream = ask(decoder)
+    reader = threading.Thread(target=lambda: found.extend(stream))
+    reader.start()
+    assert reading.wait(30)
+    for call in (lambda: ask(decoder), lambda: next(stream), lambda: decoder.rewind(0)):
+        with pytest.raises(BitMTPError, match="another thread is decoding on this engine"):
+            call()
+    go_on.set()
+    reader.join(30)
+    assert found == session.model.continuation(PROMPT, 8)
+    assert list(ask(decoder, [*PROMPT, 4])) == session.model.continuation([*PROMPT, 4], 8)
+
+
+@pytest.mark.parametrize("read", [0, 3, 99])
+def test_nothing_outlives_a_decoder(read):
+    """A model's memory is given back when its engine goes, not when Python looks for cycles."""
+    decoder = decoder_of()
+    stream = ask(decoder)
+    follow(decoder, stream, read) if read < 99 else list(stream)
+    gone = [weakref.ref(decoder), weakref.ref(stream), weakref.ref(decoder.session)]
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder, stream
+        assert [one() for one in gone] == [None, None, None]
+    finally:
+        gc.enable()

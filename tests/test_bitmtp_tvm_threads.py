@@ -1,10 +1,10 @@
 """One thread a core, of those that the process may use."""
 
+import math
 import os
 import platform
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -23,26 +23,29 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
-    for name in threads.CHOSEN:
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(threads, "_survive_forks", lambda: None)
     return tmp_path
 
 
 def asked():
-    """What `use_cores` asks of TVM: mode, threads and processors."""
-    calls = []
-    found = {"runtime.config_threadpool": lambda *arguments: calls.append(arguments)}
-    threads.use_cores(SimpleNamespace(get_global_func=found.__getitem__))
-    return calls
+    """The environment that `use_cores` leaves."""
+    threads.use_cores()
+    named = {*threads.CHOSEN, "TVM_BIND_THREADS"}
+    return {name: value for name, value in os.environ.items() if name in named}
+
+
+def of(count):
+    return {"TVM_BIND_THREADS": "0", "TVM_NUM_THREADS": str(count)}
 
 
 def test_a_core_counts_once(machine):
-    assert asked() == [(-3, 4, ["0", "1", "2", "3"])]
+    assert asked() == of(4)
 
 
 def test_no_core_is_taken_that_the_process_may_not_use(machine, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 6, 7, 2})
-    assert asked() == [(-3, 3, ["2", "5", "7"])]
+    assert threads.usable_cores() == [2, 5, 7] and asked() == of(3)
 
 
 @pytest.mark.parametrize(
@@ -58,38 +61,92 @@ def test_no_core_is_taken_that_the_process_may_not_use(machine, monkeypatch):
 )
 def test_a_container_has_no_more_threads_than_it_may_keep_busy(machine, quota, count):
     (machine / "cpu.max").write_text(quota)
-    assert asked() == [(-3, count, ["0", "1", "2", "3"])]
+    assert asked() == of(count)
 
 
 def test_every_processor_is_a_core_where_nothing_tells(machine, monkeypatch):
     monkeypatch.setattr(threads, "_TOPOLOGY", machine / "none")
-    assert asked()[0][1] == 8
+    assert asked() == of(8)
 
 
 @pytest.mark.parametrize("name", threads.CHOSEN)
-def test_who_chose_a_number_keeps_it(machine, monkeypatch, name):
-    monkeypatch.setenv(name, "3")
-    assert asked() == []
+def test_who_chose_a_number_keeps_it(machine, name):
+    os.environ[name] = "3"
+    assert asked() == {"TVM_BIND_THREADS": "0", name: "3"}
+
+
+def test_who_chose_where_threads_run_keeps_that(machine):
+    os.environ["TVM_BIND_THREADS"] = "1"
+    assert asked()["TVM_BIND_THREADS"] == "1"
 
 
 def test_tvm_counts_right_elsewhere(machine, monkeypatch):
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert asked() == []
+    assert asked() == {}
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory):
+    from bitmtp_tvm.compile import CompileOptions, compile_model
+
+    folder = tmp_path_factory.mktemp("demo") / "artifact"
+    compile_model(CompileOptions("cpu", context=128, widths=(1,), output=folder))
+    return folder
+
+
+COUNTS = """
+import os, sys, threading
+import tvm
+from bitmtp_tvm import Engine
+from bitmtp_tvm.threads import usable_cores
+
+before = os.sched_getaffinity(0)
+engine = Engine(sys.argv[1])
+engine.generate("def f(", 2).result()
+found = [tvm.get_global_func("runtime.NumThreads")()]
+asking = threading.Thread(
+    target=lambda: found.append(tvm.get_global_func("runtime.NumThreads")())
+)
+asking.start()
+asking.join()
+print(*found, len(usable_cores()), before == os.sched_getaffinity(0))
+"""
+
+FORKS = """
+import os, sys
+from bitmtp_tvm import Engine
+
+engine = Engine(sys.argv[1])
+if sys.argv[2] == "used":
+    engine.generate("def f(", 2).result()
+expected = engine.generate("import ", 8).result().token_ids if sys.argv[2] == "used" else None
+child = os.fork()
+found = engine.generate("import ", 8).result().token_ids
+if child == 0:
+    os._exit(0 if expected in (None, found) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def run_alone(code, *arguments):
+    """What a process prints whose environment says nothing of threads."""
+    chosen = {*threads.CHOSEN, "TVM_BIND_THREADS"}
+    unset = {name: value for name, value in os.environ.items() if name not in chosen}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    done = subprocess.run(
+        command, env=unset, capture_output=True, text=True, check=True, timeout=120
+    )
+    return done.stdout.split()
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="TVM counts right elsewhere")
-def test_tvm_starts_as_many():
-    """In a process of its own: TVM starts its threads once."""
-    code = (
-        "import tvm; from bitmtp_tvm import threads; threads.use_cores(tvm); "
-        "print(tvm.get_global_func('runtime.NumThreads')(), len(threads.usable_cores()))"
-    )
-    unset = {name: value for name, value in os.environ.items() if name not in threads.CHOSEN}
-    # A control group may allow less than its cores; then there is nothing to compare.
-    if threads._quota() < len(threads.usable_cores()):
-        pytest.skip("the control group limits the processors")
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=unset, capture_output=True, text=True, check=True
-    )
-    started, cores = map(int, done.stdout.split())
-    assert started == cores
+def test_every_thread_that_runs_kernels_has_all_cores_and_nobody_is_bound(artifact):
+    first, other, cores, unbound = run_alone(COUNTS, artifact)
+    # A control group may allow less than its cores.
+    expected = math.ceil(min(int(cores), threads._quota()))
+    assert int(first) == int(other) == expected and unbound == "True"
+
+
+@pytest.mark.parametrize("before", ["made", "used"])
+def test_an_engine_goes_on_in_a_forked_child(artifact, before):
+    assert run_alone(FORKS, artifact, before) == ["0"]

@@ -18,7 +18,10 @@ _SHARED = -3
 """TVM's mode in which the threads share the processors that are named."""
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
-_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_GROUP = Path("/sys/fs/cgroup")
+# A limit and a period: of control groups of version 2, and of version 1.
+_QUOTAS = (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"))
+_UNLIMITED = ("max", "-1")
 
 
 def use_cores() -> None:
@@ -54,22 +57,23 @@ def _core_of(processor: int) -> str:
 
 def _quota() -> float:
     """Processors that the control group may keep busy."""
-    try:
-        limit, period = _QUOTA.read_text().split()
-        return math.inf if limit == "max" else int(limit) / int(period)
-    except (OSError, ValueError):
-        return math.inf
+    for files in _QUOTAS:
+        try:
+            limit, period = " ".join((_GROUP / file).read_text() for file in files).split()
+            return math.inf if limit in _UNLIMITED else int(limit) / int(period)
+        except (OSError, ValueError):
+            continue
+    return math.inf
 
 
 @functools.cache
 def _survive_forks() -> None:
-    """A forked child has none of the threads that TVM would wait for: the thread that it goes on in
-    works alone."""
+    """A forked child has none of the threads that TVM would wait for: it goes on in one."""
     import tvm
 
     configure = tvm.get_global_func("runtime.config_threadpool")
 
     def alone() -> None:
-        configure(_SHARED, 1, [str(processor) for processor in usable_cores()])
+        configure(_SHARED, 1, [str(usable_cores()[0])])
 
     os.register_at_fork(after_in_child=alone)

@@ -20,7 +20,7 @@ def machine(tmp_path, monkeypatch):
         core = processor % 4
         (folder / "thread_siblings_list").write_text(f"{core},{core + 4}\n")
     monkeypatch.setattr(threads, "_TOPOLOGY", tmp_path)
-    monkeypatch.setattr(threads, "_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(threads, "_GROUP", tmp_path)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
     monkeypatch.setattr(os, "environ", {})
@@ -61,6 +61,14 @@ def test_no_core_is_taken_that_the_process_may_not_use(machine, monkeypatch):
 )
 def test_a_container_has_no_more_threads_than_it_may_keep_busy(machine, quota, count):
     (machine / "cpu.max").write_text(quota)
+    assert asked() == of(count)
+
+
+@pytest.mark.parametrize(("quota", "count"), [("200000", 2), ("-1", 4)])
+def test_control_groups_of_version_1_say_it_in_two_files(machine, quota, count):
+    (machine / "cpu").mkdir()
+    (machine / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (machine / "cpu/cpu.cfs_period_us").write_text("100000\n")
     assert asked() == of(count)
 
 

@@ -49,14 +49,22 @@ def check_prompt(prompt_ids: Sequence[int], vocab_size: int, context: int) -> li
     return tokens
 
 
-def take(driving: threading.RLock) -> None:
-    """Take `driving` for this thread. Raises `BitMTPError` where another one has it: it may be in
-    steps whose end nobody wants to wait for."""
-    if not driving.acquire(blocking=False):
-        raise BitMTPError(
-            "another thread is decoding on this engine, which answers one prompt at a time: read "
-            "that generation first, or make an engine a thread"
-        )
+class OneThread:
+    """Held by the thread that decodes, as often as it likes. Another one is told so in a
+    `BitMTPError`: it might wait for steps that nobody reads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise BitMTPError(
+                "another thread is decoding on this engine, which answers one prompt at a time: "
+                "read that generation first, or make an engine a thread"
+            )
+
+    def __exit__(self, *fault: object) -> None:
+        self._lock.release()
 
 
 class Decoder:
@@ -73,8 +81,7 @@ class Decoder:
         self.flight = Flight(session)
         self.tokens: list[int] = []
         self.b = 0
-        # Held while a thread uses the session.
-        self.driving = threading.RLock()
+        self.one_thread = OneThread()
         self._times = times
         self._policy: tuple[DecodeOptions, Policy] | None = None
         # Weak, as the stream knows its decoder: the two would outlive the engine.
@@ -100,8 +107,7 @@ class Decoder:
         if stop.context > self.session.context:
             raise ValueError(f"{stop.context} tokens of context, the session has room for fewer")
         tokens = check_prompt(prompt_ids, self.session.vocab_size, stop.context)
-        take(self.driving)
-        try:
+        with self.one_thread:
             self.flight.drain()
             self.b = min(self.b, _common(tokens, self.tokens), len(tokens) - 1)
             self.tokens = tokens
@@ -110,8 +116,6 @@ class Decoder:
             )
             self._current = weakref.ref(made)
             return made
-        finally:
-            self.driving.release()
 
     def rewind(self, n: int) -> None:
         """Forget all but the first `n` tokens, and end the generation under way.
@@ -120,16 +124,13 @@ class Decoder:
         """
         if not 0 <= n <= self.n:
             raise ValueError(f"{n} tokens of {self.n} cannot stay")
-        take(self.driving)
-        try:
+        with self.one_thread:
             current = self._current and self._current()
             if current:
                 current.abandon()
             self.flight.drain()
             self.tokens = self.tokens[:n]
             self.b = max(0, min(self.b, n - 1))
-        finally:
-            self.driving.release()
 
     def is_current(self, stream: "TokenStream") -> bool:
         """Whether no newer generation has taken the sequence over."""
@@ -177,11 +178,8 @@ class TokenStream(Iterator[int]):
         self._cancelled = False
 
     def __next__(self) -> int:
-        take(self._decoder.driving)
-        try:
+        with self._decoder.one_thread:
             return self._next()
-        finally:
-            self._decoder.driving.release()
 
     def _next(self) -> int:
         if not self._cancelled:

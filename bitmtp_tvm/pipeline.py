@@ -90,7 +90,7 @@ def _passes(
         ("capture_graphs", capture_graphs),
         ("lower_alloc_tensor", relax.transform.LowerAllocTensor()),
         ("plan_workspace", lambda mod: _plan_workspace(mod, result)),
-        *(ON_HOST if target.kind.name == "llvm" else FINISHING),
+        *_finishing(target.kind.name),
     ]
 
 
@@ -102,25 +102,26 @@ LOWERING: list[tuple[str, Pass]] = [
     ("call_tir_rewrite", relax.transform.CallTIRRewrite()),
     ("static_plan_block_memory", relax.transform.StaticPlanBlockMemory()),
 ]
-FINISHING: list[tuple[str, Pass]] = [
-    ("kill_after_last_use", relax.transform.KillAfterLastUse()),
+RUNTIME: list[tuple[str, Pass]] = [
     ("lower_runtime_builtin", relax.transform.LowerRuntimeBuiltin()),
     ("compute_prim_value", relax.transform.ComputePrimValue()),
     ("vm_shape_lower", relax.transform.VMShapeLower()),
-    ("attach_global_symbol", relax.transform.AttachGlobalSymbol()),
 ]
 
 
-# A step on the processor is all the virtual machine's, which else would make, forget and check
-# hundreds of tensors; what is allocated is freed at the end of a step.
-ON_HOST: list[tuple[str, Pass]] = [
-    ("share_views", share_views),
-    *FINISHING[1:4],
-    ("drop_checks", drop_checks),
-    *FINISHING[4:],
-]
+def _finishing(kind: str) -> list[tuple[str, Pass]]:
+    """To what the virtual machine of a target kind runs.
 
-PASSES = 4 + len(LOWERING) + 3 + len(ON_HOST)
+    A step on the processor is all the machine's, which would make, forget and check hundreds of
+    tensors each time. There what is allocated is freed at the end of a step.
+    """
+    attach = ("attach_global_symbol", relax.transform.AttachGlobalSymbol())
+    if kind == "llvm":
+        return [("share_views", share_views), *RUNTIME, ("drop_checks", drop_checks), attach]
+    return [("kill_after_last_use", relax.transform.KillAfterLastUse()), *RUNTIME, attach]
+
+
+PASSES = 4 + len(LOWERING) + 3 + len(_finishing("llvm"))
 """Of a processor; a GPU has one less."""
 
 

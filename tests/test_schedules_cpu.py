@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from cpu_kernels import CPU, build, run, scheduled
+from gpu_kernels import normal
 
 from bitmtp_tvm import reference
 from bitmtp_tvm.specialize import bind_dims
@@ -18,15 +19,6 @@ from schedules.workload import read
 
 WIDTHS = (1, 2, 3, 5, 8, 16, 64)
 EPS = 1e-5
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
 
 
 def quantized(rng, width, k):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tvm
 from cpu_kernels import build, scheduled
+from gpu_kernels import normal
 
 from bitmtp_tvm import reference
 from relax_models import attention_ops
@@ -16,15 +17,6 @@ WIDTHS = (1, 2, 3, 4, 5, 8, 16)
 # block of eight.
 SHAPES = [(10, 2, 64), (16, 8, 128), (32, 4, 12), (8, 8, 30)]
 SLOTS = 300
-
-
-@pytest.fixture
-def rng():
-    return np.random.default_rng(7)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
 
 
 def filled(rng, kv_heads, head_dim):

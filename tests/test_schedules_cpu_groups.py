@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from cpu_kernels import run, scheduled
+from gpu_kernels import normal
 
 from relax_models import ops
 from relax_models.formats import FORMATS, pack, pack_scales
@@ -16,10 +17,6 @@ WIDTHS = (1, 2, 3, 5, 8, 16, 64)
 @pytest.fixture
 def rng():
     return np.random.default_rng(17)
-
-
-def normal(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
 
 
 def weights(rng, name, n, k):
